@@ -56,8 +56,8 @@ HIDDEN = 0.1  # ms, and share of the time between events, by which work may outl
 SWEEP = [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384, 32768, 65536]  # --all, up to four times the problem's own batch
 CPU_BATCH = 64  # without a GPU: small enough for two cores
 BUILDS = 3  # cold builds of each kind
-TURN = 5  # steps in one turn of a throughput measurement, of which there are
-TURNS = 10
+TURN, TURNS = 5, 10  # --gpus: steps in a turn, turns of each contender on each number of GPUs
+STARTED = time.perf_counter()
 
 
 class Unusable(Exception):
@@ -68,8 +68,6 @@ def say(text):
     """Progress, on stderr: stdout holds the results only."""
     print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
 
-
-STARTED = time.perf_counter()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is timed
@@ -396,7 +394,8 @@ def measure(problem, solutions, setting, device, ceilings):
     oracle = copy.deepcopy(models["eager"]).double()
     if not setting["sweep"]:
         torch.compiler.reset()  # what was compiled for another precision
-        models["compile"] = torch.compile(copy.deepcopy(models["eager"]))
+        eager = models.pop("eager")
+        models = {"eager": eager, "compile": torch.compile(copy.deepcopy(eager)), **models}
     with torch.no_grad():
         upstream = torch.randn_like(models["eager"](*buffers[0]))
     steps = {name: make_step(model, setting["mode"], upstream) for name, model in models.items()}
@@ -419,9 +418,7 @@ def measure(problem, solutions, setting, device, ceilings):
     truth = exact(buffers[0])
     share = judge([(steps["eager"](buffers[0]), truth)])["max_tolerance_share"]
     if not math.isfinite(share):
-        raise Unusable(
-            f"the reference itself returns NaN or infinities at {setting}; choose another dtype or batch size"
-        )
+        raise Unusable(f"the reference must return finite numbers, and does not at {setting}; choose another dtype")
     limit = max(1.0, STRAY * share)
     for name in [name for name in models if name != "eager"]:
         try:
@@ -471,47 +468,42 @@ def measure(problem, solutions, setting, device, ceilings):
 def throughput(problem, paths, precision, dtype, batch, device, gpus):
     """Rows per second of eager and the solutions, with ``batch`` rows on each of 1, 2, 4, ... ``gpus`` GPUs.
 
-    One process per GPU is started here. A list of dicts for the report.
+    One process per GPU is started here. ``(rows, refused)``, two lists of dicts for the report.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (gpus, folder, problem.folder, paths, precision, dtype, batch, device)
         torch.multiprocessing.spawn(throughput_process, arguments, nprocs=gpus)
-        return json.loads((Path(folder) / "rows.json").read_text())
+        return json.loads((Path(folder) / "found.json").read_text())
 
 
 def throughput_process(rank, gpus, folder, problem_dir, paths, precision, dtype, batch, device):
-    """One of ``gpus`` processes; the first writes ``rows.json`` into ``folder``."""
+    """One of ``gpus`` processes; the first writes ``found.json`` into ``folder``."""
     if device == "cuda":
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
-        options = {"backend": "nccl", "device_id": device}
     else:
         torch.set_num_threads(1)
-        device, options = torch.device("cpu"), {"backend": "gloo"}
-    dist.init_process_group(init_method=f"file://{folder}/rendezvous", rank=rank, world_size=gpus, **options)
+        device = torch.device("cpu")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=gpus)
     groups = {n: dist.new_group(range(n)) for n in sorted({2**k for k in range(gpus.bit_length())} | {gpus})}
     problem, solutions = Problem(problem_dir), {name: solution_class(path) for name, path in paths.items()}
-    rows = []
+    setting = {"problem": problem.name, "precision": precision, "dtype": dtype, "batch_per_gpu": batch}
+    found = []
     for mode in ("inference", "training"):
-        setting = {
-            "problem": problem.name,
-            "precision": precision,
-            "dtype": dtype,
-            "mode": mode,
-            "batch_per_gpu": batch,
-        }
         with float32_precision(precision):
-            rows += throughput_rows(rank, groups, problem, solutions, setting, device)
+            found.append(measure_throughput(rank, groups, problem, solutions, {**setting, "mode": mode}, device))
     if rank == 0:
-        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+        rows, refused = ([entry for part in parts for entry in part] for parts in zip(*found, strict=True))
+        (Path(folder) / "found.json").write_text(json.dumps([rows, refused]))
     dist.destroy_process_group()
 
 
-def throughput_rows(rank, groups, problem, solutions, setting, device):
+def measure_throughput(rank, groups, problem, solutions, setting, device):
     """Race the contenders on the first ``n`` GPUs for each of ``groups``, ``{n: process group}``, all taking turns.
 
     Every GPU has its own rows. Inference gathers the outputs on all of them; in training DistributedDataParallel
-    averages the gradients. A turn lasts from a barrier until the slowest process is done.
+    averages the gradients. A turn lasts from a barrier until the slowest process is done. ``(rows, refused)``.
     """
     batch, mode, dtype = setting["batch_per_gpu"], setting["mode"], getattr(torch, setting["dtype"])
     inputs = problem.inputs(batch, rank, device, dtype)
@@ -545,7 +537,7 @@ def throughput_rows(rank, groups, problem, solutions, setting, device):
     rates, errors = {entry: [] for entry in entries}, {}
     for turn in range(-1, TURNS):  # the first warms up
         for name, n in entries:
-            dist.barrier()
+            dist.barrier(device_ids=[rank] if device.type == "cuda" else None)
             if rank >= n:
                 continue
             began = time.perf_counter()
@@ -557,28 +549,27 @@ def throughput_rows(rank, groups, problem, solutions, setting, device):
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=groups[n])
             if turn >= 0:
                 rates[name, n].append(n * batch * TURN / seconds.item())
-            if n == world:
+            if n == world and turn == TURNS - 1:
                 found = error([(outputs, exact)], TOLERANCE[setting["dtype"]], mode == "training")
-                worst = torch.tensor(list(found.values()), device=device)
+                worst = torch.tensor(list(found.values()), device=device).nan_to_num(nan=math.inf)
                 dist.all_reduce(worst, dist.ReduceOp.MAX)
                 errors[name] = dict(zip(found, worst.tolist(), strict=True))
 
-    rows = []
+    rows, refused = [], []
+    limit = max(1.0, STRAY * errors["eager"]["max_tolerance_share"])  # every process is in the largest group
     for (name, n), seen in rates.items() if rank == 0 else []:
-        rate = statistics.median(seen)
-        p20, p80 = (statistics.quantiles(seen, n=5)[i] for i in (0, 3))
-        row = {
-            **setting,
-            "contender": name,
-            "gpus": n,
-            "rows_per_s": rate,
-            "rows_per_s_p20": p20,
-            "rows_per_s_p80": p80,
-        }
+        share, rate = errors[name]["max_tolerance_share"], statistics.median(seen)
+        if not share <= limit:
+            reason = f"on {world} GPUs its error was {share:.3g} of the tolerance, at most {limit:.3g} is allowed"
+            refused.append({**setting, "contender": name, "gpus": n, "reason": reason})
+            continue
+        p20, _, _, p80 = statistics.quantiles(seen, n=5)
+        row = {**setting, "contender": name, "gpus": n, "rows_per_s": rate}
+        row |= {"rows_per_s_p20": p20, "rows_per_s_p80": p80}
         row |= {"efficiency": rate / n / statistics.median(rates[name, 1])}
-        row |= {"speedup_vs_eager": rate / statistics.median(rates["eager", n]), **(errors[name] if n == world else {})}
-        rows.append(row)
-    return rows
+        row |= {"speedup_vs_eager": rate / statistics.median(rates["eager", n])}
+        rows.append(row | (errors[name] if n == world else {}))
+    return rows, refused
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -606,12 +597,10 @@ print(time.perf_counter() - began)
 """
 
 
-def measure_build(path):
+def measure_build(problem, path):
     """Seconds to build and load ``path``'s extension in an empty cache, against an empty extension, taking turns."""
     if not (torch.cuda.is_available() or os.environ.get("TORCH_CUDA_ARCH_LIST")):
-        raise Unusable(
-            '--build needs a GPU or TORCH_CUDA_ARCH_LIST, and here is neither; set it, to "9.0" for instance'
-        )
+        raise Unusable('--build needs a GPU or TORCH_CUDA_ARCH_LIST, has neither here; set it, to "9.0" for instance')
     import ninja  # not on PATH where the virtual environment is not activated
 
     seconds = {"empty": [], path.stem: []}
@@ -623,19 +612,24 @@ def measure_build(path):
                 command = [sys.executable, "-c", *map(str, arguments)]
                 done = subprocess.run(command, capture_output=True, text=True, env=os.environ | places)
             if done.returncode:
-                raise Unusable(f"the build of {name} failed, see above: {done.stderr.strip().splitlines()[-1]}")
+                print(done.stderr, file=sys.stderr)
+                raise Unusable(
+                    f"the build of {name} must succeed and exited {done.returncode}; mend what it says above"
+                )
             seconds[name].append(float(done.stdout.split()[-1]))
     median = {name: statistics.median(values) for name, values in seconds.items()}
     share = median[path.stem] / median["empty"]
-    return {"solution": path.stem, "seconds": seconds, "share_of_empty": share, "cpus": os.cpu_count()}
+    place = {"problem": problem.name, "solution": path.stem, "cpus": os.cpu_count()}
+    return {**place, "seconds": seconds, "share_of_empty": share}
 
 
 def build_line(build):
     """One sentence about a cold build."""
     seconds = {name: statistics.median(values) for name, values in build["seconds"].items()}
     return (
-        f"Cold build of {build['solution']} on {build['cpus']} CPU cores: {seconds[build['solution']]:.1f} s, "
-        f"{build['share_of_empty']:.2f} times the {seconds['empty']:.1f} s of an empty extension with torch/extension.h."
+        f"Cold build of {build['problem']}'s {build['solution']} on {build['cpus']} CPU cores: "
+        f"{seconds[build['solution']]:.1f} s, {build['share_of_empty']:.2f} times the {seconds['empty']:.1f} s "
+        "of an empty function with torch/extension.h."
     )
 
 
@@ -653,6 +647,7 @@ COLUMNS = {
     "ms": lambda row: shown(row["ms_median"], "{:.4g}"),
     "20 %": lambda row: shown(row["ms_p20"], "{:.4g}"),
     "80 %": lambda row: shown(row["ms_p80"], "{:.4g}"),
+    "wall ms": lambda row: shown(row["ms_wall"], "{:.4g}"),
     "speed-up": lambda row: shown(row["speedup_vs_eager"], "{:.2f}"),
     "95 % interval": lambda row: f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}",
     "rms error": lambda row: shown(row["rms_error"], "{:.1e}"),
@@ -681,13 +676,8 @@ def print_table(columns, rows):
     """An aligned table for people: ``{title: row -> text}`` of ``rows``."""
     cells = [list(columns), *([form(row) for form in columns.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print(
-            "  ".join(
-                f"{text:<{w}}" if i == 0 else f"{text:>{w}}"
-                for i, (text, w) in enumerate(zip(line, widths, strict=True))
-            )
-        )
+    for first, *others in cells:
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
     print(flush=True)
 
 
@@ -708,8 +698,13 @@ def print_race(setting, rows, refused):
         f'float32 matmul precision "{setting["precision"]}" for all, {rows[0]["rounds"]} rounds{state}'
     )
     print_table(COLUMNS, rows)
+    print_refused(refused)
+
+
+def print_refused(refused):
     for refusal in refused:
-        print(f"not timed: {refusal['contender']}: {refusal['reason']}\n", flush=True)
+        where = f'{refusal["problem"]}, {refusal["contender"]}, "{refusal["precision"]}"'
+        print(f"not timed: {where}: {refusal['reason']}\n", flush=True)
 
 
 def environment(device):
@@ -764,6 +759,7 @@ def draw_bars(speed, errors, rows):
     errors.set_title("what it costs (training: relative error of the gradients)")
     errors.set_ylabel("rms error against float64")
     errors.set_yscale("log")
+    errors.margins(y=0.2)
     errors.legend(fontsize=8)
 
 
@@ -778,7 +774,8 @@ def draw_batches(axis, rows):
         axis.fill_between(batches, low, high, alpha=0.25)
     axis.axhline(1, color="grey", linewidth=1)
     axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_title("inference, by batch size")
     axis.set_xlabel("batch size")
     axis.set_ylabel("speed-up over eager")
@@ -876,28 +873,44 @@ def rewrite_readme():
 # The command line
 
 
+def positive(text):
+    """A whole number of 1 and more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 and more, got {text}")
+    return int(text)
+
+
 def sweep_sizes(text):
     """``batch=1,16,64`` as a list of sizes."""
     key, _, sizes = text.partition("=")
-    if key != "batch" or not all(size.isdecimal() and int(size) > 0 for size in sizes.split(",")):
-        raise argparse.ArgumentTypeError(f"must be batch=SIZE,SIZE,... with sizes of 1 and more, got {text}")
-    return [int(size) for size in sizes.split(",")]
+    if key != "batch":
+        raise argparse.ArgumentTypeError(f"must be batch=SIZE,SIZE,..., got {text}")
+    return [positive(size) for size in sizes.split(",")]
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("problem_dir", nargs="?", type=Path, default=ROOT, help="holds reference.py and model_new.py (default: here)")
-    add("--solution", nargs="+", type=Path, metavar="FILE", help="what to time instead of PROBLEM_DIR's model_new.py")
+    add(
+        "--solution",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        action="extend",
+        help="what to time instead of PROBLEM_DIR's model_new.py",
+    )
     add("--oracle", choices=["float64"], help="check.py judges by the reference in float64, not in float32")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    add("--batch-size", type=int, metavar="N", help=f"default: the problem's own; on the CPU {CPU_BATCH}")
+    add("--batch-size", type=positive, metavar="N", help=f"default: the problem's own; on the CPU {CPU_BATCH}")
     add("--precision", choices=["highest", "high"], help="float32 matmul precision (default: both; on the CPU highest)")
     add("--dtype", choices=list(TOLERANCE), default="float32", help="of parameters and inputs (check.py uses float32)")
     add("--training", action="store_true", help="time forward and backward as well")
     add("--sweep", type=sweep_sizes, metavar="batch=1,16,...", help="time inference at these batch sizes as well")
     add("--all", action="store_true", help="both problems with all their solutions, training and a sweep")
-    add("--gpus", type=int, metavar="N", help="measure throughput on up to N GPUs (with --device cpu: N processes)")
+    add(
+        "--gpus", type=positive, metavar="N", help="measure throughput on up to N GPUs (with --device cpu: N processes)"
+    )
     add("--build", action="store_true", help="measure the cold build of the extension")
     add("--readme", action="store_true", help="rewrite README.md's table and the pictures from results/*.json")
     add("--json", type=Path, metavar="FILE", help="write the results there, after every race")
@@ -939,7 +952,7 @@ def accepted_solutions(plan, precisions, device, batch, report):
         else:
             refusal = {"problem": problem.name, "precision": precision, "contender": path.stem, "reason": reason}
             report["refused"].append(refusal)
-            print(f'not timed: {problem.name}, {path.name}, "{precision}": {reason}', flush=True)
+    print_refused(report["refused"])
     return accepted
 
 
@@ -962,14 +975,15 @@ def run(args):
     """Everything but the command line: measures, prints, writes; the exit code."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.device_count() < (args.gpus or 1):
-        raise Unusable(
-            f"{args.gpus or 1} GPU(s) are wanted, PyTorch sees {torch.cuda.device_count()}; try --device cpu"
-        )
+        seen = torch.cuda.device_count()
+        raise Unusable(f"{args.gpus or 1} NVIDIA GPU(s) are needed, PyTorch sees {seen}; use --device cpu")
     if (args.plot or args.readme) and not importlib.util.find_spec("matplotlib"):
         raise Unusable("the pictures need matplotlib, which is not installed; type: pip install matplotlib")
     if args.readme:
         rewrite_readme()
         return 0
+    for path in filter(None, (args.json, args.plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     plan = planned(args)
     paths = [path for _, solutions in plan for path in solutions]
     for path in paths:
@@ -990,14 +1004,16 @@ def run(args):
         "builds": [],
     }
     if args.build:
-        for path in paths:
-            report["builds"].append(measure_build(path))
+        for problem, path in ((problem, path) for problem, solutions in plan for path in solutions):
+            report["builds"].append(measure_build(problem, path))
             print(build_line(report["builds"][-1]), flush=True)
             save(report, args.json)
         return 0
 
-    precisions = ["highest", "high"] if device == "cuda" and args.dtype == "float32" else ["highest"]
-    precisions = [args.precision] if args.precision else precisions
+    if args.precision:
+        precisions = [args.precision]
+    else:
+        precisions = ["highest", "high"] if device == "cuda" and args.dtype == "float32" else ["highest"]
     if device == "cpu":
         print("On the CPU: wall time, at a small batch size; the float32 precision switch means little here.\n")
     accepted = accepted_solutions(plan, precisions, device, args.batch_size, report)
@@ -1007,12 +1023,16 @@ def run(args):
             for precision in precisions:
                 say(f'{problem.name}, "{precision}", batch {batch} on each of up to {args.gpus}')
                 solutions = accepted[problem.name, precision]
-                report["throughput"] += throughput(problem, solutions, precision, args.dtype, batch, device, args.gpus)
-        print_table(THROUGHPUT_COLUMNS, report["throughput"])
+                rows, refused = throughput(problem, solutions, precision, args.dtype, batch, device, args.gpus)
+                report["throughput"] += rows
+                report["refused"] += refused
+                print_table(THROUGHPUT_COLUMNS, rows)
+                print_refused(refused)
+                save(report, args.json)
     else:
         kinds = {gemm_kind(name, p, args.dtype, device) for name in ("eager", "solution") for p in precisions}
         report["ceilings"] = measure_ceilings(kinds, device)
-        rates = {k: f"{v:.0f} {'GB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in report["ceilings"].items()}
+        rates = {k: f"{v:.3g} {'GB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in report["ceilings"].items()}
         print(f"ceilings: {', '.join(f'{kind} {rate}' for kind, rate in rates.items())}\n")
         for problem, setting in planned_races(args, plan, precisions, device):
             paths = accepted[problem.name, setting["precision"]]
