@@ -653,7 +653,7 @@ COLUMNS = {
     "rms error": lambda row: shown(row["rms_error"], "{:.1e}"),
     "max error": lambda row: shown(row["max_error"], "{:.1e}"),
     "of tolerance": lambda row: shown(row["max_tolerance_share"]),
-    "TFLOP/s": lambda row: shown(row["tflops"]),
+    "TFLOP/s": lambda row: shown(row["tflops"], "{:.4g}"),
     "of the ceiling": lambda row: f"{row['ceiling_share']:.0%} {row['gemm_kind']}",
     "GB/s": lambda row: shown(row["gb_per_s"], "{:.0f}"),
     "of a copy": lambda row: f"{row['copy_share']:.0%}",
@@ -810,6 +810,14 @@ def heading(report):
     return f"{where}, {versions}, {env['date']}, model_new.py {report['source_sha256'][:12]}"
 
 
+def ceilings_line(ceilings):
+    """One sentence about what the shares in the tables are shares of."""
+    products = [f"{kind} {rate:.4g} TFLOP/s" for kind, rate in ceilings.items() if kind != "copy"]
+    return (
+        f"Ceilings in this run: a large product in {', in '.join(products)}, a large copy {ceilings['copy']:.4g} GB/s."
+    )
+
+
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->\n"
 SETTING_COLUMNS = {
     "problem": lambda row: row["problem"],
@@ -817,7 +825,13 @@ SETTING_COLUMNS = {
     "mode": lambda row: row["mode"],
     "precision": lambda row: row["precision"] if row["dtype"] == "float32" else row["dtype"],
 }
-README_TITLES = ["contender", "ms", "speed-up", "95 % interval", "rms error", "of tolerance", "TFLOP/s", "extra MiB"]
+LEGEND = (
+    "Speed-up: over eager at the same precision in the same run, with its 95 % interval. Errors: against float64, "
+    "with the largest share of the tolerance used; in training, of the gradients, each in units of its root mean "
+    "square. TFLOP/s: of the arithmetic as the reference writes it, as a share of a large product of the named kind."
+)
+README_TITLES = ["contender", "ms", "speed-up", "95 % interval", "rms error", "of tolerance"]
+README_TITLES += ["TFLOP/s", "of the ceiling", "extra MiB"]
 
 
 def sweep_lines(rows):
@@ -843,6 +857,7 @@ def readme_block(folder):
         lines += [f"**{heading(report)}** ([{path.name}](results/{path.name}))", ""]
         main = [row for row in report["rows"] if not row["sweep"]]
         if main:
+            lines += [LEGEND, ceilings_line(report["ceilings"]), ""]
             lines += [*markdown_table(SETTING_COLUMNS | {t: COLUMNS[t] for t in README_TITLES}, main), ""]
         if len(main) < len(report["rows"]):
             lines += ["Speed-up over eager, inference:", "", *sweep_lines(solutions_by_batch(report["rows"])), ""]
@@ -1032,8 +1047,7 @@ def run(args):
     else:
         kinds = {gemm_kind(name, p, args.dtype, device) for name in ("eager", "solution") for p in precisions}
         report["ceilings"] = measure_ceilings(kinds, device)
-        rates = {k: f"{v:.3g} {'GB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in report["ceilings"].items()}
-        print(f"ceilings: {', '.join(f'{kind} {rate}' for kind, rate in rates.items())}\n")
+        print(f"{ceilings_line(report['ceilings'])}\n")
         for problem, setting in planned_races(args, plan, precisions, device):
             paths = accepted[problem.name, setting["precision"]]
             if not paths:

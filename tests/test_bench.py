@@ -446,6 +446,7 @@ def synthetic_report():
     throughput = {"mode": "training", "precision": "high", "contender": "model_new", "gpus": 2, "rows_per_s": 1234567.0}
     throughput |= {"efficiency": 0.97, "speedup_vs_eager": 3.5}
     report = {"environment": place, "source_sha256": "0123456789abcdef", "rows": rows, "throughput": [throughput]}
+    report["ceilings"] = {"float16": 700.0, "copy": 4000.0}
     builds = [
         {"problem": "p", "solution": "s", "cpus": 2, "seconds": {"empty": [60], "s": [20]}, "share_of_empty": 1 / 3}
     ]
