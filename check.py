@@ -1,11 +1,58 @@
-"""Is a solution right? Compares it with its problem's reference, on inputs that can tell wrong answers from right ones."""
+"""Is a solution right? Compares it with its problem's reference, on inputs that tell right answers from wrong ones.
 
+    python check.py [PROBLEM_DIR] [--solution FILE]        exit code 0: right, 1: wrong, 2: could not run
+
+PROBLEM_DIR holds `reference.py` (`Model`, `get_inputs`, `get_init_inputs`: KernelBench's form) and `model_new.py`
+(`ModelNew`). The solution runs in a process of its own, which gets parameters and inputs and gives back outputs and
+what was seen of its conduct. Expected values and the verdict stay here, in a process that never loads the solution.
+
+The file reads in that order: problems and inputs, judging, the solution's process, the cases, the report.
+"""
+
+import argparse
+import contextlib
+import copy
 import importlib.util
+import inspect
+import io
 import itertools
+import json
+import math
+import os
+import pickle
+import random
+import signal
+import subprocess
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
+HERE = Path(__file__).resolve().parent
+CPU_ROWS = 128  # the default size on a CPU: enough rows to tell TF32 from float32, few enough for seconds
+FURTHER_CALLS = 40  # a solution that is right only in its first calls has had about twenty before these
+PERTURB = 0x80  # glibc fills freed memory with this byte, and new memory with its complement: 3.4e38 as a float32
+REFERENCE_SLACK = 1.5  # where the reference itself strays beyond the tolerance, how much further a solution may
+
 _module_numbers = itertools.count()
+
+
+class CouldNotRun(Exception):
+    """Nothing can be said about the solution; the message says what to do."""
+
+
+class SolutionFailed(Exception):
+    """The solution's process died or gave no answer; the message says how."""
+
+
+# ---- Problems and their inputs --------------------------------------------------------------------------------------
 
 
 def load_module(path):
@@ -19,3 +66,940 @@ def load_module(path):
     sys.modules[spec.name] = module  # pickle, inspect and torch.compile look a class's module up there
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def constants(problem, values):
+    """``problem`` (a module) with its constants set to ``values`` (name -> value) for a while."""
+    before = {name: getattr(problem, name) for name in values}
+    vars(problem).update(values)
+    try:
+        yield
+    finally:
+        vars(problem).update(before)
+
+
+def batch_constants(problem):
+    """The names of the integer constants of the module ``problem`` that give the batch size."""
+    return [name for name, value in vars(problem).items() if "batch" in name.lower() and type(value) is int]
+
+
+def row_count(inputs):
+    """The leading dimension of the first tensor that has one; 1 without any."""
+    return next((len(x) for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 0), 1)
+
+
+def draw_inputs(problem, seed, rows=None):
+    """``problem.get_inputs()`` under ``seed``, on the CPU, with ``rows`` rows where that is given.
+
+    Constants of the module whose name contains "batch" are set to ``rows``. In a module without one, the tensors that
+    share the first one's leading dimension are cut to that many rows, or their rows are repeated.
+    """
+    torch.manual_seed(seed)
+    with constants(problem, dict.fromkeys(batch_constants(problem) if rows else [], rows)):
+        inputs = list(problem.get_inputs())
+    found = row_count(inputs)
+    if rows is None or rows == found:
+        return inputs
+    shares_rows = lambda x: isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == found
+    return [x[torch.arange(rows) % found] if shares_rows(x) else x for x in inputs]
+
+
+def weights(model):
+    """The floating-point parameters of ``model`` with two or more dimensions, in order: (out, in, ...) each."""
+    return [p for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
+
+
+def quadruple(model):
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.mul_(4)
+
+
+def widen(model):
+    """Every weight ~ N(0, 1/fan_in), the last one 8 times that."""
+    for weight in weights(model):
+        factor = 8 if weight is weights(model)[-1] else 1
+        weight.copy_(torch.randn(weight.shape) * factor / math.sqrt(weight[0].numel()))
+
+
+def last_unit(model):
+    """The last weight ~ N(0, 1)."""
+    for weight in weights(model)[-1:]:
+        weight.copy_(torch.randn(weight.shape))
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One way to fill a problem: both functions draw from PyTorch's CPU generator; None leaves the problem's own."""
+
+    name: str
+    inputs: Callable | None = None  # a floating-point input -> another of the same shape
+    parameters: Callable | None = None  # a model -> None, changes its parameters in place
+
+
+DISTRIBUTIONS = (
+    Distribution("own"),
+    Distribution("heavy-tailed", lambda x: torch.randn_like(x).mul(3).exp() * torch.randn_like(x).sign()),
+    Distribution("scaled", lambda x: 3 * torch.randn_like(x), quadruple),
+    Distribution("wide", torch.randn_like, widen),
+    Distribution("last weight N(0, 1)", torch.randn_like, last_unit),
+)
+
+
+@torch.no_grad()
+def draw_model(problem, distribution, seed, device="cpu"):
+    """``problem.Model`` with the parameters that ``distribution`` gives it under ``seed``, on ``device``."""
+    torch.manual_seed(seed)
+    model = problem.Model(*problem.get_init_inputs())
+    if distribution.parameters:
+        distribution.parameters(model)
+    return model.to(device)
+
+
+def draw(problem, distribution, seed, rows=None, device="cpu"):
+    """The arguments of the problem's ``forward`` under ``distribution`` and ``seed``, on ``device``."""
+    inputs = draw_inputs(problem, seed, rows)
+    if distribution.inputs:
+        inputs = each_float(inputs, distribution.inputs)
+    return to_device(inputs, device)
+
+
+def each_float(inputs, change):
+    """``inputs`` with ``change`` applied to the floating-point tensors."""
+    return [change(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+
+
+def to_device(inputs, device):
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def with_special_rows(x):
+    """``x`` with NaN, +inf, -inf, both infinities, the largest float, a subnormal and zeros in a row each."""
+    rows = x.flatten(1) if x.dim() > 1 else x[:, None]  # (rows, features)
+    rows = rows.clone()
+    largest = torch.finfo(x.dtype).max
+    middle = rows.shape[1] // 2
+    for row, value in enumerate([math.nan, math.inf, -math.inf, largest, torch.finfo(x.dtype).tiny / 8]):
+        rows[row : row + 1, middle] = value
+    rows[5:6, 0], rows[5:6, -1] = math.inf, -math.inf
+    rows[6:7] = 0
+    rows[7:8] = math.inf
+    return rows.reshape(x.shape)
+
+
+# ---- Judging --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, inputs, dtype=None):
+    """``model(*inputs)``, or the same evaluated in ``dtype`` by a copy of the model."""
+    if dtype is not None:
+        model, inputs = copy.deepcopy(model).to(dtype), each_float(inputs, lambda x: x.to(dtype))
+    return model(*inputs)
+
+
+def tolerance_shares(candidate, target, atol, rtol):
+    """Elementwise ``|candidate - target| / (atol + rtol |target|)``, float64.
+
+    0 where both are the same NaN or infinity, infinite where only one is.
+    """
+    candidate, target = candidate.double(), target.double()
+    same = (candidate == target) | (candidate.isnan() & target.isnan())
+    share = (candidate - target).abs() / (atol + rtol * target.abs())
+    return share.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
+
+
+def largest(values):
+    """The largest element as a float, 0 for an empty tensor."""
+    return values.max().item() if values.numel() else 0.0
+
+
+def finite_errors(candidate, exact):
+    """(rms, largest) of ``candidate - exact`` over the elements that are finite in both."""
+    error = (candidate.double() - exact.double()).abs()
+    error = error[error.isfinite()]
+    return error.square().mean().sqrt().item() if error.numel() else 0.0, largest(error)
+
+
+class Truth:
+    """What is known of the right answer, and the rule that judges by it.
+
+    ``expected`` is the reference's own output, ``exact`` its float64 evaluation. By the reference: within the
+    tolerance. By float64: within the tolerance, or no further off than ``REFERENCE_SLACK`` times the reference's own
+    largest share; elements that the two put in different classes (finite, NaN, +inf, -inf) are nowhere defined.
+    """
+
+    def __init__(self, expected, exact, judged_by, atol, rtol):
+        self.expected, self.exact, self.judged_by = expected, exact, judged_by
+        self.atol, self.rtol = atol, rtol
+        classes = [torch.stack([t.isnan(), t == math.inf, t == -math.inf]) for t in (expected, exact)]
+        self.undefined = (classes[0] != classes[1]).any(0)
+        self.limit = 1.0
+        if judged_by == "float64":
+            self.limit = max(1.0, REFERENCE_SLACK * largest(self.shares(expected)))
+
+    def shares(self, candidate):
+        """The share of the tolerance that each element uses, by the rule."""
+        if self.judged_by == "reference":
+            return self.strict_shares(candidate)
+        return self.float64_shares(candidate)
+
+    def strict_shares(self, candidate):
+        return tolerance_shares(candidate, self.expected, self.atol, self.rtol)
+
+    def float64_shares(self, candidate):
+        return tolerance_shares(candidate, self.exact, self.atol, self.rtol).masked_fill(self.undefined, 0)
+
+    def accepts(self, candidate):
+        return largest(self.shares(candidate)) <= self.limit
+
+
+def wrong_answers(model, inputs, expected):
+    """Controls: answers (name -> tensor like ``expected``) that a useful comparison refuses."""
+    finite = expected[expected.isfinite()].double()
+    fill = lambda value: expected.clone().fill_(value)
+    answers = {"zeros": fill(0)}
+    if finite.numel():
+        answers |= {"a constant": fill(finite[0].item()), "the mean": fill(finite.mean().item())}
+    if expected.dim():
+        answers |= {"shuffled": expected.roll(1, 0), "no last row": expected.clone()}
+        answers["no last row"][-1:] = 0
+    answers["no last column"] = evaluate(model, each_float(inputs, without_last_column))
+    answers["bfloat16 inputs"] = evaluate(model, each_float(inputs, lambda x: x.bfloat16().to(x.dtype)))
+    # What equals the reference's answer (a shuffled single row) is no wrong answer.
+    return {name: answer for name, answer in answers.items() if not torch.equal(answer, expected)}
+
+
+def without_last_column(x):
+    return torch.cat([x[..., :-1], torch.zeros_like(x[..., -1:])], -1) if x.dim() else x
+
+
+@contextlib.contextmanager
+def cuda_matmul_precision(precision):
+    """PyTorch's float32 switch for CUDA matrix products at "ieee" or "tf32" for a while."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def round_to_tf32(x):
+    """float32 ``x`` with the 10 explicit mantissa bits that TF32 keeps."""
+    return (
+        ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
+    )
+
+
+@torch.no_grad()
+def yardsticks(model, inputs, exact):
+    """rms errors of the reference itself at three precisions: {"float32", "TF32", "bfloat16"} -> error."""
+    rms = lambda output: finite_errors(output, exact)[0]
+    with cuda_matmul_precision("ieee"):
+        float32 = rms(evaluate(model, inputs))
+    if exact.is_cuda:
+        with cuda_matmul_precision("tf32"):
+            tf32 = rms(evaluate(model, inputs))
+    else:  # no TF32 here: operands of the same number of bits
+        rounded = copy.deepcopy(model)
+        for parameter in rounded.parameters():
+            parameter.copy_(round_to_tf32(parameter))
+        tf32 = rms(evaluate(rounded, each_float(inputs, round_to_tf32)))
+    return {"float32": float32, "TF32": tf32, "bfloat16": rms(evaluate(model, inputs, torch.bfloat16))}
+
+
+ACCURACY = (
+    "more exact than the reference",
+    "as exact as float32",
+    "less exact than float32, more than TF32",
+    "behaves like TF32",
+    "like float16/bfloat16",
+    "wrong",
+)  # from best to worst
+
+
+def accuracy_in_words(error, reference_error, yards, size):
+    """One of ``ACCURACY`` for an rms ``error``, beside the reference's and those of ``yardsticks``.
+
+    ``size`` is the rms of the output: 3 units in the last place of float32 are always "as exact as float32".
+    """
+    float32_class = max(2 * yards["float32"], 3 * 2**-23 * size)
+    # Without a matrix product the TF32 switch changes nothing; bfloat16 has 3 bits less than TF32.
+    tf32 = yards["TF32"] if yards["TF32"] > float32_class else yards["bfloat16"] / 8
+    bounds = (reference_error / 2, float32_class, tf32 / 2, 2 * tf32, 2 * yards["bfloat16"])
+    return next((words for words, bound in zip(ACCURACY, bounds, strict=False) if error <= bound), ACCURACY[-1])
+
+
+# ---- The solution's process: what runs beside the solution, and knows no expected value ------------------------------
+
+
+def pack(message):
+    """A message between the two processes, as bytes."""
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    return buffer.getbuffer()
+
+
+def same_bits(a, b):
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def storage(tensor):
+    """The address of the memory that ``tensor`` lies in; None for an empty one."""
+    return tensor.untyped_storage().data_ptr() or None
+
+
+def settings():
+    """PyTorch's global settings, name -> value, as far as they decide results or belong to the caller."""
+    values = {
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "the float32 precision": torch.backends.fp32_precision,
+        "the float32 precision of CUDA matrix products": torch.backends.cuda.matmul.fp32_precision,
+        "the float32 precision of cuDNN": torch.backends.cudnn.fp32_precision,
+        "the float32 precision of cuDNN's convolutions": torch.backends.cudnn.conv.fp32_precision,
+        "the float32 precision of CPU matrix products": torch.backends.mkldnn.matmul.fp32_precision,
+        "reduced-precision sums in float16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "reduced-precision sums in bfloat16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "autocast on the CPU": torch.is_autocast_enabled("cpu"),
+        "autocast on CUDA": torch.is_autocast_enabled("cuda"),
+        "the number of threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_initialized():
+        values["the current CUDA device"] = torch.cuda.current_device()
+        values["the current CUDA stream"] = torch.cuda.current_stream().cuda_stream
+    return values
+
+
+def generator_states():
+    states = [torch.get_rng_state(), random.getstate()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return str([s.tolist() if isinstance(s, torch.Tensor) else s for s in states])
+
+
+def public_functions():
+    """(owner, name) -> function, for what a check or a benchmark calls and a solution has no business replacing."""
+    owners = (torch, torch.Tensor, torch.cuda, torch.cuda.Event, torch.testing, torch.nn.functional, time)
+    found = {(owner.__name__, name): inspect.getattr_static(owner, name) for owner in owners for name in dir(owner)}
+    return {key: value for key, value in found.items() if callable(value)}
+
+
+class Stage:
+    """The solution and what is seen of its conduct, in the process that runs it."""
+
+    def __init__(self, device):
+        self.device = torch.empty(0, device=device).device  # with its index; starts CUDA
+        self.values = self.inputs = []  # the arguments as they should be, and as the solution was given them
+        self.previous = None  # the last output and a copy of it
+        self.settings, self.functions = settings(), public_functions()
+
+    def answer(self, request):
+        """What the parent asks for, in this order: load, build, state, scale, and as many calls as it says."""
+        reply, faults = {}, []
+        generators = generator_states()
+        try:
+            if "load" in request:
+                self.module = load_module(request["load"])
+            if "build" in request:
+                torch.manual_seed(request["seed"])
+                self.model = self.module.ModelNew(*request["build"]).to(self.device)
+            if "state" in request:
+                self.model.load_state_dict(request["state"])
+            if "scale" in request:
+                self.scale_parameters(request["scale"], request["factor"])
+            if "inputs" in request:
+                self.values = to_device(request["inputs"], self.device)
+            outputs = [self.call(request, faults) for _ in range(request.get("calls", 0))]
+            if outputs and None not in outputs:
+                reply["outputs"] = outputs
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are a solution's errors too
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(str(error).split())[:600]
+            reply["error"] = f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
+        if "build" not in request and generator_states() != generators:
+            faults.append("It changed the state of a global random number generator.")
+        faults += self.changed_globals()
+        return {"faults": list(dict.fromkeys(faults)), **reply}
+
+    @torch.no_grad()
+    def scale_parameters(self, how, factor):
+        """Multiply every floating-point parameter by ``factor``, in one of the ways that people change weights."""
+        parameters = [p for p in self.model.parameters() if p.is_floating_point()]
+        if how == "load_state_dict":
+            names = {name for name, p in self.model.named_parameters() if p.is_floating_point()}
+            state = self.model.state_dict()
+            self.model.load_state_dict({name: v * factor if name in names else v for name, v in state.items()})
+        for parameter in parameters:
+            if how == ".data.mul_":
+                parameter.data.mul_(factor)
+            elif how == ".data =":
+                parameter.data = parameter.data * factor
+            elif how == "copy_":
+                parameter.copy_(parameter * factor)
+
+    def call(self, request, faults):
+        """One call as a careless caller makes it; its output (on the CPU) as it stood when the call returned.
+
+        None when what came back is no plain tensor. On CUDA nothing is synchronised between writing the inputs, the
+        call and reading the output, unless ``request["synchronise"]``: the stream's order alone must make it right.
+        """
+        cuda = self.device.type == "cuda"
+        if "inputs" in request and not request.get("same_storage"):
+            self.inputs = [torch.empty_like(v) if isinstance(v, torch.Tensor) else v for v in self.values]
+        tensors = [(x, v) for x, v in zip(self.inputs, self.values, strict=True) if isinstance(v, torch.Tensor)]
+        threads = set(threading.enumerate())
+        if cuda:
+            for x, _ in tensors:  # who reads an input before the caller's stream has written it reads NaN
+                torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).fill_(0xFF)
+            self.poison_freed_memory()
+            torch.cuda.synchronize()
+            if not request.get("synchronise"):
+                torch.cuda._sleep(5_000_000)  # about 3 ms, in which the host can issue the copy, the call and the read
+        for x, v in tensors:
+            x.data.copy_(v)  # .data: the version counter, which a cache might trust, stays as it was
+        if cuda and request.get("synchronise"):
+            torch.cuda.synchronize()
+
+        with torch.no_grad():
+            output = self.model(*self.inputs)
+            if type(output) is not torch.Tensor:
+                faults.append(f"It returned a {type(output).__name__} where a plain torch.Tensor is wanted.")
+                return None
+            at_return = output.clone()
+
+        if cuda:
+            torch.cuda.synchronize()
+        else:
+            for thread in set(threading.enumerate()) - threads:
+                thread.join(1)
+            time.sleep(0.05)
+        if output.device != self.device:
+            faults.append(f"Its output lies on {output.device}, the inputs on {self.device}.")
+        if not same_bits(at_return, output):
+            faults.append("Its output still changed after the call had returned: work was left running elsewhere.")
+        if any(not same_bits(x, v) for x, v in tensors):
+            faults.append("It changed its inputs in place.")
+        if storage(output) in {storage(x) for x, _ in tensors} - {None}:
+            faults.append("Its output shares memory with an input.")
+        if storage(output) in {storage(p) for p in self.model.parameters()} - {None}:
+            faults.append("Its output shares memory with a parameter.")
+        if unwritten := self.unwritten(at_return):
+            faults.append(f"It left {unwritten} of {output.numel()} elements of its output unwritten.")
+        if self.previous and (
+            storage(output) == storage(self.previous[0]) or not same_bits(self.previous[0], self.previous[1])
+        ):
+            faults.append("It rewrote or handed out again its previous output, which the caller still held.")
+        self.previous = output, at_return
+        return at_return.cpu()
+
+    def poison_freed_memory(self):
+        """Leave nothing but NaN in the CUDA allocator's free blocks. (On the CPU, MALLOC_PERTURB_ does its part.)"""
+        used = sum(t.nbytes for t in [*self.model.parameters(), *self.inputs] if isinstance(t, torch.Tensor))
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        blocks = [2**20] * 64 + [min(8 * used + 2**26, free // 4)]  # small requests have a pool of their own
+        for block in [torch.empty(size, dtype=torch.uint8, device=self.device) for size in blocks]:
+            block.fill_(0xFF)
+
+    def unwritten(self, output):
+        """How many elements of a floating-point ``output`` still hold what freed memory was filled with."""
+        if not output.is_floating_point() or output.element_size() < 4:
+            return 0  # a short pattern may well be a value
+        elements = output.contiguous().view(-1, 1).view(torch.uint8)  # (elements, bytes)
+        patterns = [0xFF] if self.device.type == "cuda" else [PERTURB, PERTURB ^ 0xFF]
+        return sum((elements == pattern).all(1).sum().item() for pattern in patterns)
+
+    def changed_globals(self):
+        """A sentence for every global setting or public function that is not what it was the last time."""
+        now, functions = settings(), public_functions()
+        changed = [
+            f"It changed {name} from {self.settings[name]} to {value}."
+            for name, value in now.items()
+            if value != self.settings.get(name, value)
+        ]
+        changed += [
+            f"It replaced {'.'.join(key)} by a function of its own."
+            for key, function in functions.items()
+            if function is not self.functions.get(key, function)
+        ]
+        self.settings, self.functions = now, functions
+        return changed
+
+
+def solution_process(pipe):
+    """Answer the parent's requests on the file descriptor ``pipe`` until it closes."""
+    os.set_inheritable(pipe, False)
+    connection = Connection(pipe)
+    start = torch.load(io.BytesIO(connection.recv_bytes()))
+    if start["precision"]:
+        torch.set_float32_matmul_precision(start["precision"])
+    stage = Stage(start["device"])
+    connection.send_bytes(pack({}))
+    with contextlib.suppress(EOFError):
+        while True:
+            # weights_only=False: what comes from the parent may hold any argument of ``Model``.
+            request = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+            connection.send_bytes(pack(stage.answer(request)))
+
+
+# ---- The parent's side of it ----------------------------------------------------------------------------------------
+
+
+class Solution:
+    """The solution in its process. Every answer is plain data: no code of the solution's runs here."""
+
+    def __init__(self, device, precision, timeout):
+        self.timeout = timeout
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--solution-process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a solution prints is no part of the report
+            env=os.environ | ({"MALLOC_PERTURB_": str(PERTURB)} if device == "cpu" else {}),
+        )
+        theirs.close()
+        try:
+            self.ask(device=device, precision=precision)
+        except SolutionFailed as failure:
+            raise CouldNotRun(f"The process for the solution did not start: {failure}") from None
+
+    def ask(self, **request):
+        """The process's answer to ``request``, a dict. Raises SolutionFailed when there is none in time."""
+        started = time.monotonic()
+        watchdog = threading.Timer(self.timeout, self.process.kill)
+        watchdog.start()
+        try:
+            self.connection.send_bytes(pack(request))
+            return torch.load(io.BytesIO(self.connection.recv_bytes()), weights_only=True)
+        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+            if time.monotonic() - started >= self.timeout:
+                raise SolutionFailed(f"it gave no answer within {self.timeout:g} s (--timeout)") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            code = self.process.poll()
+            if code is None:
+                raise SolutionFailed(f"it spoilt the pipe to this process ({type(error).__name__})") from None
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            raise SolutionFailed(f"its process {how}") from None
+        finally:
+            watchdog.cancel()
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+# ---- The cases ------------------------------------------------------------------------------------------------------
+
+
+class Check:
+    """One check of one solution: the cases in order, each printed and kept as a record (a dict) in ``cases``."""
+
+    def __init__(self, options, problem, device, rows):
+        self.options, self.problem, self.device, self.rows = options, problem, device, rows
+        self.cases, self.notes, self.faults = [], [], []
+        self.carried = None  # the distribution whose parameters the solution has now
+        self.last = None  # (expected, output) of the case before
+
+    def run(self, solution):
+        """All the cases. Raises SolutionFailed when the solution's process dies, CouldNotRun as the reference fails."""
+        self.solution = solution
+        options, seed = self.options, self.options.seed
+        own, *others = DISTRIBUTIONS
+        try:
+            self.model = draw_model(self.problem, own, seed, self.device)
+            init_inputs = self.problem.get_init_inputs()
+        except Exception as error:
+            raise CouldNotRun(f"The reference cannot be built: {one_line(error)}") from error
+        if not self.tell(load=str(options.solution), build=init_inputs, seed=seed):
+            return
+        for trial in range(options.trials):
+            judged_by = "float64" if options.oracle else "reference"
+            if not self.distribution(own, f"own, trial {trial + 1}", seed + trial, judged_by, accuracy=trial == 0):
+                return
+        for distribution in others:
+            self.distribution(distribution, distribution.name, seed, accuracy=True)
+            if distribution.name == "scaled":
+                self.sizes_and_conduct(distribution)
+        self.odd_features(distribution)
+
+    def tell(self, **request):
+        """Ask for something other than a call. False, and a fault, where the solution raised."""
+        reply = self.solution.ask(**request)
+        self.faults += reply["faults"]
+        if "error" not in reply:
+            return True
+        advice = "" if "load" in request else " (with --same-seed, a solution with a layout of its own needs no copy)"
+        self.faults.append(f"It could not {' and '.join(k for k in request if k != 'seed')}: {reply['error']}{advice}")
+        return False
+
+    def distribution(self, distribution, name, seed, judged_by="float64", accuracy=False):
+        """A case under ``distribution``, whose parameters go to the solution first. False when it did not take them."""
+        if self.carried is None or self.carried.parameters is not distribution.parameters:
+            parameters = DISTRIBUTIONS[0] if self.options.same_seed else distribution
+            self.model = draw_model(self.problem, parameters, self.options.seed, self.device)
+            if not self.options.same_seed and not self.tell(state=cpu_state(self.model)):
+                return False
+            self.carried = distribution
+        self.case(name, draw(self.problem, distribution, seed, self.rows, self.device), judged_by, accuracy)
+        return True
+
+    def sizes_and_conduct(self, distribution):
+        """Odd row counts, special values, many calls, and what a result kept from an earlier call would get wrong.
+
+        All under ``distribution``, which must tell the rows and the parameters apart.
+        """
+        inputs = lambda rows, n=0: draw(self.problem, distribution, self.options.seed + n, rows, self.device)
+        for rows in sorted({1, 3, 129, 1025, self.rows - 1} - {0}):
+            if rows <= max(self.rows, 129):
+                self.case("odd rows", inputs(rows))
+        self.case(f"{FURTHER_CALLS} further calls", inputs(3, 1), calls=FURTHER_CALLS)
+        special = inputs(self.rows)
+        first = next((i for i, x in enumerate(special) if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
+        if first is not None and special[first].dim():
+            special[first] = with_special_rows(special[first])
+            self.case("NaN and infinite rows", special)
+
+        before = inputs(self.rows, 2)
+        self.case("before changes", before)
+        # The sum and the first element stay: a cache that looks at those only is no better than one that looks at none.
+        turned = each_float(before, lambda x: torch.cat([x[:1], x[1:].flip(0)]) if x.dim() else x)
+        self.case("same memory, new values", turned, same_storage=True)
+        if self.options.same_seed:
+            self.notes.append(
+                "Under --same-seed the parameters stay as the seed makes them: their changes are not tried."
+            )
+            return
+        for how, factor in ((".data.mul_", 0.5), ("copy_", 0.75), ("load_state_dict", 1.25), (".data =", 0.625)):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    if parameter.is_floating_point():
+                        parameter.mul_(factor)
+            self.case(f"weights by {how}", scale=how, factor=factor)
+        self.carried = None
+
+    def odd_features(self, distribution):
+        """Other sizes than the problem's, all odd, where the module has constants for them. A clear refusal will do."""
+        problem, seed = self.problem, self.options.seed
+        sizes = {k: v // 16 | 1 for k, v in vars(problem).items() if type(v) is int and v >= 16}
+        sizes |= dict.fromkeys(batch_constants(problem), 33)
+        usual = problem.get_init_inputs()
+        with constants(problem, sizes):
+            init_inputs = problem.get_init_inputs()
+            if init_inputs == usual:
+                return
+            try:
+                parameters = DISTRIBUTIONS[0] if self.options.same_seed else distribution
+                self.model = draw_model(problem, parameters, seed, self.device)
+                inputs = draw(problem, distribution, seed, 33, self.device)
+            except Exception as error:
+                self.notes.append(f"odd features: left out, the reference raises {one_line(error)}")
+                return
+        request = {} if self.options.same_seed else {"state": cpu_state(self.model)}
+        self.case("odd features", inputs, may_refuse=True, build=init_inputs, seed=seed, **request)
+
+    def case(self, name, inputs=None, judged_by="float64", accuracy=False, may_refuse=False, **request):
+        """One case: the reference's and the solution's answer to ``inputs`` (None: those of the case before)."""
+        if inputs is not None:
+            self.inputs = inputs
+            request["inputs"] = to_device(inputs, "cpu")
+        try:
+            expected, exact = evaluate(self.model, self.inputs), evaluate(self.model, self.inputs, torch.float64)
+            truth = Truth(expected, exact, judged_by, self.options.atol, self.options.rtol)
+        except Exception as error:
+            if not self.cases:
+                raise CouldNotRun(f"The reference does not run in float32 and float64: {one_line(error)}") from error
+            self.notes.append(f"{name}: left out, the reference raises {one_line(error)}")
+            return
+        reply = self.solution.ask(**{"calls": 1, **request})
+        if may_refuse and "error" in reply and "CUDA error" not in reply["error"]:
+            self.notes.append(f"{name}: refused, which is no wrong answer: {reply['error']}")
+            return
+        record = {"case": name, "rows": row_count(self.inputs), "judged_by": judged_by, "faults": reply["faults"]}
+        if "error" in reply:
+            record["faults"].append(f"It raised {reply['error']}")
+        elif "outputs" in reply:
+            self.judge(record, truth, reply["outputs"], accuracy)
+        record["passed"] = not record["faults"]
+        self.cases.append(record)
+        print_case(record)
+
+    def judge(self, record, truth, outputs, accuracy):
+        """Fill ``record`` with what the ``outputs`` (one per call, alike) are worth by ``truth``."""
+        expected, exact = truth.expected, truth.exact
+        for attribute in ("shape", "dtype"):
+            came, wanted = ({getattr(t, attribute) for t in ts} for ts in (outputs, [expected]))
+            if came != wanted:
+                record["faults"].append(f"Its output has {attribute} {listed(came)}, wanted {listed(wanted)}.")
+        if record["faults"] and any(o.shape != expected.shape for o in outputs):
+            return
+        output = torch.stack(outputs).to(self.device) if len(outputs) > 1 else outputs[0].to(self.device)
+        shares, strict = truth.shares(output), truth.strict_shares(output)
+        wrong = shares > truth.limit
+        reference_rms, reference_max = finite_errors(expected, exact)
+        solution_rms, solution_max = finite_errors(output, exact)
+        target = expected if truth.judged_by == "reference" else exact
+        record |= {
+            "max_error": finite_errors(output, target)[1],
+            "max_share": largest(shares),
+            "limit": truth.limit,
+            "strict_max_share": largest(strict),
+            "reference_rms": reference_rms,
+            "reference_max": reference_max,
+            "solution_rms": solution_rms,
+            "solution_max": solution_max,
+            "elements": output.numel(),
+            "wrong": wrong.sum().item(),
+            "strict_wrong": (strict > 1).sum().item(),
+            "solution_off": (truth.float64_shares(output) > 1).sum().item(),
+            "reference_off": (truth.float64_shares(expected) > 1).sum().item() * len(outputs),
+            "lets_through": [n for n, a in self.controls(expected).items() if truth.accepts(a)],
+        }
+        if accuracy:
+            size = finite_errors(exact, torch.zeros_like(exact))[0]
+            yards = yardsticks(self.model, self.inputs, exact)
+            record |= {"yardsticks": yards, "accuracy": accuracy_in_words(solution_rms, reference_rms, yards, size)}
+        if record["wrong"]:
+            record["faults"].append(f"{record['wrong']} of {output.numel()} elements are off beyond the tolerance.")
+            record["mismatches"] = [
+                {
+                    "index": index,
+                    "solution": output[tuple(index)].item(),
+                    "reference": expected.expand_as(output)[tuple(index)].item(),
+                    "float64": exact.expand_as(output)[tuple(index)].item(),
+                    "share": shares[tuple(index)].item(),
+                }
+                for index in wrong.nonzero()[:5].tolist()
+            ]
+            record["faults"] += self.reasons(truth, output, len(outputs))
+        self.last = expected, output
+
+    def controls(self, expected):
+        """The wrong answers that this case should refuse, an answer kept from the case before among them."""
+        answers = wrong_answers(self.model, self.inputs, expected)
+        if self.last and self.last[0].shape == expected.shape and not torch.equal(self.last[0], expected):
+            answers["the last answer"] = self.last[0]
+        return answers
+
+    def reasons(self, truth, output, calls):
+        """Sentences that say why a wrong ``output`` may be wrong, as far as that can be found out."""
+        expected = truth.expected
+        if calls > 1:
+            first = (truth.shares(output).flatten(1) > truth.limit).any(1).nonzero()[0].item()
+            yield f"The first wrong one of these {calls} equal calls is number {first + 1}."
+        elif self.last and self.last[1].shape == output.shape and torch.equal(self.last[1], output):
+            yield "It gave the result of the case before again: results are kept from one call to the next."
+        elif truth.judged_by == "float64" and not torch.equal(output.isnan(), expected.isnan()):
+            count = (output.isnan() != expected.isnan()).sum().item()
+            yield f"{count} elements are NaN in one of solution and reference only."
+        if self.device == "cuda" and calls == 1:
+            again = self.solution.ask(calls=1, synchronise=True).get("outputs", [None])[0]
+            if again is not None and again.shape == expected.shape and truth.accepts(again.to(self.device)):
+                yield "It is right only when the GPU is synchronised first: it does not follow the caller's stream."
+
+
+def cpu_state(model):
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def one_line(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+
+
+def listed(things):
+    return ", ".join(sorted(str(tuple(t) if isinstance(t, torch.Size) else t) for t in things))
+
+
+# ---- The report -----------------------------------------------------------------------------------------------------
+
+COLUMNS = (  # heading, width, record -> text
+    ("case", -24, lambda r: r["case"]),
+    ("rows", 6, lambda r: str(r["rows"])),
+    ("judged by", -9, lambda r: r["judged_by"]),
+    ("max error", 9, lambda r: f"{r['max_error']:.1e}"),
+    ("share", 9, lambda r: f"{r['max_share']:.3g}"),
+    ("limit", 6, lambda r: f"{r['limit']:.3g}"),
+    ("strict", 9, lambda r: f"{r['strict_max_share']:.3g}"),
+    ("ref. rms", 8, lambda r: f"{r['reference_rms']:.1e}"),
+    ("sol. rms", 8, lambda r: f"{r['solution_rms']:.1e}"),
+    ("", -5, lambda r: "right" if r["passed"] else "WRONG"),
+    ("also accepts", 0, lambda r: ", ".join(r.get("lets_through", []))),
+)
+LEGEND = """\
+share: largest share of the tolerance used, against what the case is judged by; strict: against the float32 reference.
+rms: error against float64. also accepts: wrong answers that these inputs do not tell from right ones."""
+
+
+def align(text, width):
+    return text.ljust(-width) if width <= 0 else text.rjust(width)
+
+
+def print_heading():
+    print("  ".join(align(heading, width) for heading, width, _ in COLUMNS).rstrip())
+
+
+def print_case(record):
+    """The line of a case, and under it, where it failed, why."""
+    cell = lambda text: text(record) if "max_error" in record else "-"
+    cells = [
+        text(record) if heading in ("case", "rows", "judged by", "") else cell(text) for heading, _, text in COLUMNS
+    ]
+    print(
+        "  ".join(align(text, width) for text, (_, width, _) in zip(cells, COLUMNS, strict=True)).rstrip(), flush=True
+    )
+    for fault in record["faults"]:
+        print(f"    {fault}")
+    if record.get("wrong"):
+        print(f"    {who_is_off(record)}")
+    for m in record.get("mismatches", []):
+        values = f"solution {m['solution']:.9g}, reference {m['reference']:.9g}, float64 {m['float64']:.9g}"
+        print(f"    at {tuple(m['index'])}: {values}, {m['share']:.3g} of the tolerance")
+
+
+def who_is_off(record):
+    """Which of solution and reference strays, by the float64 evaluation, in a sentence."""
+    solution, reference, n = record["solution_off"], record["reference_off"], record["elements"]
+    verdict = "both are off"
+    if solution < reference / 4:
+        verdict = "it is the reference that is off"
+    elif reference < solution / 4:
+        verdict = "it is the solution that is off"
+    return (
+        f"Solution and float32 reference differ beyond the tolerance in {record['strict_wrong']} of {n} elements. "
+        f"By float64, {solution} of the solution's and {reference} of the reference's are off beyond it: {verdict}."
+    )
+
+
+def summary(check):
+    """The sentences under the table."""
+    judged = [r for r in check.cases if "max_error" in r]
+    own = [r for r in judged if r["case"].startswith("own") and r["lets_through"]]
+    accepted = lambda records: sorted(set.intersection(*(set(r["lets_through"]) for r in records)))
+    if own and accepted(own):
+        yield f"The problem's own inputs also accept: {', '.join(accepted(own))}. By themselves they prove nothing."
+    if judged and accepted(judged):
+        yield f"No case here refuses: {', '.join(accepted(judged))}. This check proves nothing against those."
+    if disputed := [r for r in judged if r["passed"] and r["strict_wrong"]]:
+        worst = max(disputed, key=lambda r: r["strict_wrong"])
+        yield f"{len(disputed)} cases passed by float64 alone, as '{worst['case']}': {who_is_off(worst)}"
+    if any(r["wrong"] and r["judged_by"] == "reference" and r["solution_off"] < r["reference_off"] / 4 for r in judged):
+        yield "The solution is nearer to the truth than the reference that it failed against: see --oracle float64."
+    yield from check.notes
+    if words := [r for r in judged if "accuracy" in r]:
+        worst = max(words, key=lambda r: ACCURACY.index(r["accuracy"]))
+        ratio = worst["solution_rms"] / worst["reference_rms"] if worst["reference_rms"] else math.inf
+        yield f"Accuracy: {worst['accuracy']} (worst case '{worst['case']}': {ratio:.2g} times the reference's error)."
+    yield from check.faults
+
+
+def json_ready(value):
+    """``value`` with what JSON has no word for (NaN, infinities) as text."""
+    if isinstance(value, dict):
+        return {k: json_ready(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(v) for v in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description="Is a solution right? Exit code 0: right, 1: wrong, 2: could not run.")
+    parser.add_argument("problem_dir", nargs="?", type=Path, default=HERE, metavar="PROBLEM_DIR")
+    parser.add_argument("--solution", type=Path, help="default: PROBLEM_DIR/model_new.py")
+    parser.add_argument("--reference", type=Path, help="default: PROBLEM_DIR/reference.py")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--precision", choices=["highest", "high"], help="PyTorch's float32 switch, for both sides")
+    parser.add_argument("--trials", type=int, default=5, help="on the problem's own inputs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, help=f"default: the problem's, on a CPU at most {CPU_ROWS}")
+    parser.add_argument("--atol", type=float, default=1e-4)
+    parser.add_argument("--rtol", type=float, default=1e-4)
+    parser.add_argument("--oracle", choices=["float64"], help="judge the problem's own inputs by float64 too")
+    parser.add_argument("--same-seed", action="store_true", help="build both from one seed, copy no state_dict")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that the solution has for one answer")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, for machines")
+    options = parser.parse_args(arguments)
+    options.solution = options.solution or options.problem_dir / "model_new.py"
+    options.reference = options.reference or options.problem_dir / "reference.py"
+    if options.trials < 1 or (options.batch_size or 1) < 1:
+        parser.error("--trials and --batch-size want at least 1")
+    return options
+
+
+def check(options, report):
+    """Check the solution that ``options`` names; what is found goes to ``report`` and, for people, to stdout."""
+    for path in (options.reference, options.solution):
+        if not path.is_file():
+            raise CouldNotRun(f"There is no file {path}: name a problem's folder, or --reference and --solution.")
+    try:
+        problem = load_module(options.reference)
+        natural = row_count(draw_inputs(problem, options.seed))
+    except Exception as error:
+        raise CouldNotRun(f"{options.reference} cannot be loaded: {one_line(error)}") from error
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CouldNotRun("PyTorch finds no GPU here: use --device cpu.")
+    if options.precision:
+        torch.set_float32_matmul_precision(options.precision)
+    precision = torch.backends.cuda.matmul.fp32_precision
+    rows = options.batch_size or (natural if device == "cuda" else min(natural, CPU_ROWS))
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    report |= {
+        "environment": {"device": where, "torch": torch.__version__, "cuda": torch.version.cuda},
+        "precision": "high" if precision == "tf32" else "highest",
+        "rows": rows,
+        "rows_of_the_problem": natural,
+    }
+    print(f"{options.solution} against {options.reference} on {where}, PyTorch {torch.__version__}")
+    print(
+        f"{rows} rows{f' of the {natural} of the problem' if rows != natural else ''}, "
+        f'float32 matrix products at "{report["precision"]}" ({"--precision" if options.precision else "as set"}), '
+        f"atol {options.atol:g}, rtol {options.rtol:g}\n"
+    )
+    print_heading()
+    run = Check(options, problem, device, rows)
+    solution = Solution(device, options.precision, options.timeout)
+    try:
+        run.run(solution)
+    except SolutionFailed as failure:
+        run.faults.append(f"The solution did not survive what came after {len(run.cases)} cases: {failure}.")
+    finally:
+        solution.close()
+        report |= {"cases": run.cases, "faults": run.faults, "notes": run.notes}
+    failed = [r for r in run.cases if not r["passed"]]
+    report["verdict"] = "wrong" if failed or run.faults else "right"
+    print(f"\n{LEGEND}")
+    for sentence in summary(run):
+        print(sentence)
+    counts = f"{len(run.cases) - len(failed)} of {len(run.cases)} cases right"
+    print(f"{report['verdict'].upper()}: {counts}{f', {len(run.faults)} other faults' if run.faults else ''}.")
+
+
+def main(arguments=None):
+    """The command line; gives the exit code."""
+    options = parse(arguments)
+    report = {"options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}}
+    started = time.monotonic()
+    try:
+        check(options, report)
+    except CouldNotRun as error:
+        report |= {"verdict": "could not run", "why": str(error)}
+        print(f"COULD NOT RUN: {error}", file=sys.stderr)
+    report["seconds"] = time.monotonic() - started
+    if options.json:
+        options.json.write_text(json.dumps(json_ready(report), indent=1) + "\n")
+    return {"right": 0, "wrong": 1}.get(report["verdict"], 2)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--solution-process"]:
+        solution_process(int(sys.argv[2]))
+    else:
+        sys.exit(main())
