@@ -22,6 +22,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,8 +30,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -335,11 +334,22 @@ def accuracy_in_words(error, reference_error, yards, size):
 # ---- The solution's process: what runs beside the solution, and knows no expected value ------------------------------
 
 
-def pack(message):
-    """A message between the two processes, as bytes."""
+def send(stream, message):
+    """Write ``message``, anything that torch.save takes, to a binary stream, behind its length in bytes."""
     buffer = io.BytesIO()
     torch.save(message, buffer)
-    return buffer.getbuffer()
+    stream.write(len(buffer.getbuffer()).to_bytes(8, "little"))
+    stream.write(buffer.getbuffer())
+    stream.flush()
+
+
+def receive(stream, weights_only):
+    """What ``send`` wrote; with ``weights_only`` no code of the sender's runs. Raises EOFError at the stream's end."""
+    length = int.from_bytes(stream.read(8), "little")
+    buffer = bytearray(length)
+    if not length or stream.readinto(buffer) < length:
+        raise EOFError
+    return torch.load(io.BytesIO(buffer), weights_only=weights_only)
 
 
 def same_bits(a, b):
@@ -388,6 +398,11 @@ def public_functions():
     owners = (torch, torch.Tensor, torch.cuda, torch.cuda.Event, torch.testing, torch.nn.functional, time)
     found = {(owner.__name__, name): inspect.getattr_static(owner, name) for owner in owners for name in dir(owner)}
     return {key: value for key, value in found.items() if callable(value)}
+
+
+def is_from_pytorch(function):
+    """Whether ``function`` is written in Python in PyTorch's own files, which wrap some functions when first needed."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "").startswith(os.path.dirname(torch.__file__))
 
 
 class Stage:
@@ -478,7 +493,7 @@ class Stage:
         else:
             for thread in set(threading.enumerate()) - threads:
                 thread.join(1)
-            time.sleep(0.05)
+            time.sleep(0.02)
         if output.device != self.device:
             faults.append(f"Its output lies on {output.device}, the inputs on {self.device}.")
         if not same_bits(at_return, output):
@@ -526,26 +541,23 @@ class Stage:
         changed += [
             f"It replaced {'.'.join(key)} by a function of its own."
             for key, function in functions.items()
-            if function is not self.functions.get(key, function)
+            if function is not self.functions.get(key, function) and not is_from_pytorch(function)
         ]
         self.settings, self.functions = now, functions
         return changed
 
 
-def solution_process(pipe):
-    """Answer the parent's requests on the file descriptor ``pipe`` until it closes."""
-    os.set_inheritable(pipe, False)
-    connection = Connection(pipe)
-    start = torch.load(io.BytesIO(connection.recv_bytes()))
+def solution_process(descriptor):
+    """Answer the parent's requests on the socket with that file descriptor until it closes."""
+    stream = socket.socket(fileno=descriptor).makefile("rwb")
+    start = receive(stream, weights_only=True)
     if start["precision"]:
         torch.set_float32_matmul_precision(start["precision"])
     stage = Stage(start["device"])
-    connection.send_bytes(pack({}))
+    send(stream, {})
     with contextlib.suppress(EOFError):
         while True:
-            # weights_only=False: what comes from the parent may hold any argument of ``Model``.
-            request = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
-            connection.send_bytes(pack(stage.answer(request)))
+            send(stream, stage.answer(receive(stream, weights_only=False)))  # any argument of Model may come
 
 
 # ---- The parent's side of it ----------------------------------------------------------------------------------------
@@ -556,7 +568,8 @@ class Solution:
 
     def __init__(self, device, precision, timeout):
         self.timeout = timeout
-        self.connection, theirs = Pipe()
+        self.socket, theirs = socket.socketpair()
+        self.stream = self.socket.makefile("rwb")
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--solution-process", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -576,9 +589,9 @@ class Solution:
         watchdog = threading.Timer(self.timeout, self.process.kill)
         watchdog.start()
         try:
-            self.connection.send_bytes(pack(request))
-            return torch.load(io.BytesIO(self.connection.recv_bytes()), weights_only=True)
-        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+            send(self.stream, request)
+            return receive(self.stream, weights_only=True)
+        except (EOFError, OSError, RuntimeError, MemoryError, pickle.UnpicklingError) as error:
             if time.monotonic() - started >= self.timeout:
                 raise SolutionFailed(f"it gave no answer within {self.timeout:g} s (--timeout)") from None
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -594,7 +607,9 @@ class Solution:
     def close(self):
         self.process.kill()
         self.process.wait()
-        self.connection.close()
+        with contextlib.suppress(OSError):  # what it never read
+            self.stream.close()
+        self.socket.close()
 
 
 # ---- The cases ------------------------------------------------------------------------------------------------------
