@@ -40,26 +40,26 @@ DECLARATIONS = r"""
 // A weight as the epilogues see it: the float32 original, and what `split_rows` found out about its rows.
 struct Weight {
   const float* matrix;    // (rows, cols), contiguous
-  const float* bias;      // (rows)
-  const float* scale;     // (rows)
-  const float* doubt;     // (rows)
-  const float* half_sum;  // (rows), W2 only
+  const float* bias;      // (rows), as all that follow in memory that goes on with zeros to a multiple of 8
+  const float* scale;
+  const float* doubt;
+  const float* half_sum;  // W2 only
   const float* largest;   // (2): of all rows, the doubt and, W2 only, the ratio of the largest to the mean magnitude
   int64_t rows, cols;
 };
 
 // The first product of a slice: z without its bias, in raw accumulators or, where repaired, in true units.
 struct Hidden {
-  float* product;          // (batch, padded)
+  float* product;          // (batch, padded), padded a multiple of 8
   int64_t padded;
   const float* row_scale;  // (batch), of x
   bool* repaired;          // (batch)
   Weight weight;           // W1
 };
 
-cudaError_t split_rows(int parts, const float* matrix, int64_t rows, int64_t stride, int64_t cols, int64_t padded,
+cudaError_t split_rows(int parts, const float* matrix, int64_t rows, int64_t stride, int cols, int padded,
                        float correction, __half* operand, float* scale, float* doubt, cudaStream_t stream);
-cudaError_t split_weight(int parts, const float* matrix, int64_t rows, int64_t cols, int64_t padded, __half* operand,
+cudaError_t split_weight(int parts, const float* matrix, int64_t rows, int cols, int padded, __half* operand,
                          float* scale, float* doubt, float* half_sum, float* largest, cudaStream_t stream);
 cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride, const float* x_doubt,
                          const float* next_largest, __half* operand, float* doubt, bool* centred, cudaStream_t stream);
@@ -96,6 +96,8 @@ constexpr float kShift = 64.f;      // what lo gains and hi gives in the small p
 constexpr int kExponentRange = 90;  // beyond, the scales themselves could over- or underflow
 constexpr int kThreads = 256;
 constexpr int kGroup = 4;           // elements a thread handles at once: 16 bytes of float32
+constexpr int kGroups = 4;          // groups a thread keeps in registers
+constexpr int kChunk = kThreads * kGroup * kGroups;  // columns a block keeps in registers
 
 template <int kParts>
 struct Precision {
@@ -130,20 +132,27 @@ __device__ bool aligned(const float* matrix, int64_t stride) {
   return reinterpret_cast<uintptr_t>(matrix) % 16 == 0 && stride % kGroup == 0;
 }
 
+__device__ void load_vector(float (&v)[kGroup], const float* from) {
+  const float4 loaded = *reinterpret_cast<const float4*>(from);
+  v[0] = loaded.x, v[1] = loaded.y, v[2] = loaded.z, v[3] = loaded.w;
+}
+
 // Four neighbours of a row of `cols` elements, zeros beyond its end.
-__device__ void load_group(float (&v)[kGroup], const float* row, int64_t start, int64_t cols, bool is_aligned) {
+__device__ void load_group(float (&v)[kGroup], const float* row, int start, int cols, bool is_aligned) {
   if (is_aligned && start + kGroup <= cols) {
-    const float4 loaded = *reinterpret_cast<const float4*>(row + start);
-    v[0] = loaded.x, v[1] = loaded.y, v[2] = loaded.z, v[3] = loaded.w;
+    load_vector(v, row + start);
   } else {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = start + i < cols ? row[start + i] : 0.f;
   }
 }
 
+// The column at which a thread's group `g` of a chunk starts: a warp's groups are neighbours.
+__device__ int group_start(int chunk, int g) { return chunk + (g * kThreads + threadIdx.x) * kGroup; }
+
 // Writes a group of scaled values into the segments of an operand's row, `padded` elements apart.
 template <int kParts, bool kWeight>
-__device__ void store_group(__half* row, int64_t start, int64_t padded, const float (&v)[kGroup]) {
+__device__ void store_group(__half* row, int start, int padded, const float (&v)[kGroup]) {
   __half2 hi[2], low[2], high_shifted[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -161,41 +170,51 @@ __device__ void store_group(__half* row, int64_t start, int64_t padded, const fl
 
 // Splits a matrix (rows, cols), float32, row stride `stride`, into an operand (rows, kParts * padded), float16, with each
 // row's `scale` (what its products are to be multiplied by, times `correction`) and `doubt`; for W2 also half the sum of
-// each row. One block a row, which it reads twice, the second time from cache: 4 bytes read, 2 * kParts written an element.
+// each row. One block a row, which it keeps in registers where it fits: 4 bytes read, 2 * kParts written an element.
 template <int kParts, bool kWeight>
 __global__ void __launch_bounds__(kThreads)
-split_rows_kernel(const float* __restrict__ matrix, int64_t stride, int64_t cols, int64_t padded, float correction,
+split_rows_kernel(const float* __restrict__ matrix, int64_t stride, int cols, int padded, float correction,
                   __half* __restrict__ operand, float* __restrict__ scale, float* __restrict__ doubt,
                   float* __restrict__ half_sum, float* __restrict__ largest_of_all) {
   const int64_t r = blockIdx.x;
   const float* row = matrix + r * stride;
   const bool is_aligned = aligned(matrix, stride);
-  float v[kGroup];
+  float v[kGroups][kGroup];
+  const auto load_chunk = [&](int chunk) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) load_group(v[g], row, group_start(chunk, g), cols, is_aligned);
+  };
   float largest = 0.f;
   bool nan = false;
   double sum = 0, magnitude = 0;
-  for (int64_t start = threadIdx.x * kGroup; start < cols; start += kThreads * kGroup) {
-    load_group(v, row, start, cols, is_aligned);
+  for (int chunk = 0; chunk < cols; chunk += kChunk) {
+    load_chunk(chunk);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      largest = fmaxf(largest, fabsf(v[i]));
-      nan |= isnan(v[i]);
-      if (kWeight && half_sum) sum += v[i], magnitude += fabsf(v[i]);
-    }
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        largest = fmaxf(largest, fabsf(v[g][i]));
+        nan |= isnan(v[g][i]);
+        if (kWeight && half_sum) sum += v[g][i], magnitude += fabsf(v[g][i]);
+      }
   }
   largest = block_reduce(largest, Max());
   const int exponent = largest > 0.f && !isinf(largest) ? ilogbf(largest) + 1 : kExponent;
   const bool in_range = !isinf(largest) && abs(exponent) <= kExponentRange;
   const float up = !in_range || largest == 0.f ? 1.f : kParts == 1 ? 0x1p14f / largest : ldexpf(1.f, kExponent - exponent);
   int tiny = 0;
-  for (int64_t start = threadIdx.x * kGroup; start < padded; start += kThreads * kGroup) {
-    load_group(v, row, start, cols, is_aligned);
+  for (int chunk = 0; chunk < cols; chunk += kChunk) {
+    if (cols > kChunk) load_chunk(chunk);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      v[i] *= up;
-      tiny += v[i] != 0.f && fabsf(v[i]) < Precision<kParts>::kTiny;
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        v[g][i] *= up;
+        tiny += v[g][i] != 0.f && fabsf(v[g][i]) < Precision<kParts>::kTiny;
+      }
+      const int start = group_start(chunk, g);
+      if (start < padded) store_group<kParts, kWeight>(operand + r * kParts * padded, start, padded, v[g]);
     }
-    store_group<kParts, kWeight>(operand + r * kParts * padded, start, padded, v);
   }
   tiny = block_reduce(tiny, Sum());
   nan = __syncthreads_or(nan);
@@ -224,13 +243,14 @@ __device__ bool in_doubt(float raw, float doubt) { return doubt > 0.f && !(fabsf
 // computed anew in float32, and returns true. The block's warps take 32 columns at a time; for each element in doubt a warp
 // takes the dot product of the row that was split, `operand(k)`, and the weight's row. `centred`: it was split less 1/2.
 template <typename Operand>
-__device__ bool repair_row(float* product, float row_scale, float row_doubt, bool centred, const Operand& operand,
+__device__ bool repair_row(float* product, int64_t padded, float row_scale, float row_doubt, bool centred, const Operand& operand,
                            const Weight& weight) {
   if (!(row_doubt + weight.largest[0] > 0.f)) return false;
   bool any = false;
   for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x) any |= in_doubt(product[j], row_doubt + weight.doubt[j]);
   if (!__syncthreads_or(any)) return false;
   const int lane = threadIdx.x % 32;
+  if (threadIdx.x < padded - weight.rows) product[weight.rows + threadIdx.x] = 0.f;  // an infinity's products with nothing
   for (int64_t base = threadIdx.x - lane; base < weight.rows; base += blockDim.x) {
     const int64_t j = base + lane;
     const bool inside = j < weight.rows;
@@ -250,9 +270,16 @@ __device__ bool repair_row(float* product, float row_scale, float row_doubt, boo
   return true;
 }
 
+// exp(x) by the hardware, off by abs(x) 2^-24 relatively: no more than x's own rounding makes it.
+__device__ float fast_exp(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
+  return power;
+}
+
 __device__ float sigmoid(float z) {
-  float h;  // the hardware's reciprocal: within 1 unit in the last place
-  asm("rcp.approx.f32 %0, %1;" : "=f"(h) : "f"(1.f + expf(-z)));
+  float h;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(h) : "f"(1.f + fast_exp(-z)));
   return h;
 }
 
@@ -266,40 +293,54 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
                     const float* __restrict__ next_largest, __half* __restrict__ operand, float* __restrict__ doubt,
                     bool* __restrict__ centred) {
   const Weight& weight = hidden.weight;
-  const int64_t r = blockIdx.x, cols = weight.rows, padded = hidden.padded;
+  const int64_t r = blockIdx.x;
+  const int cols = weight.rows, padded = hidden.padded;
   float* row = hidden.product + r * padded;
   const float row_scale = hidden.row_scale[r];
-  const bool repaired = repair_row(row, row_scale, x_doubt[r], false, [&](int64_t k) { return x[r * x_stride + k]; }, weight);
-  const bool bias_aligned = aligned(weight.bias, 0);
-  float z[kGroup], column_scale[kGroup], bias[kGroup];
-  const auto load_z = [&](int64_t start) {  // 0 beyond the row's end
-    load_group(z, row, start, cols, true);
-    load_group(column_scale, weight.scale, start, cols, true);
-    load_group(bias, weight.bias, start, cols, bias_aligned);
+  const auto x_element = [&](int64_t k) { return x[r * x_stride + k]; };
+  const bool repaired = repair_row(row, padded, row_scale, x_doubt[r], false, x_element, weight);
+  float z[kGroups][kGroup];
+  const auto load_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
+    float scale[kGroup], bias[kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) z[i] = fmaf(z[i], repaired ? 1.f : row_scale * column_scale[i], bias[i]);
+    for (int g = 0; g < kGroups; ++g) {
+      const int start = group_start(chunk, g);
+      if (start >= padded) continue;
+      load_vector(z[g], row + start);
+      load_vector(scale, weight.scale + start);
+      load_vector(bias, weight.bias + start);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
+    }
   };
   float lowest = INFINITY;
   int above_half = 0;
-#pragma unroll 4
-  for (int64_t start = threadIdx.x * kGroup; start < cols; start += kThreads * kGroup) {
-    load_z(start);
+  for (int chunk = 0; chunk < padded; chunk += kChunk) {
+    load_chunk(chunk);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      lowest = fminf(lowest, z[i]);
-      if (kParts == 1) above_half += z[i] > 0.f;
+    for (int g = 0; g < kGroups; ++g) {
+      if (group_start(chunk, g) >= padded) continue;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        lowest = fminf(lowest, z[g][i]);
+        if (kParts == 1) above_half += z[g][i] > 0.f;
+      }
     }
   }
   lowest = sigmoid(-block_reduce(-lowest, Max()));
   bool centre = lowest >= 0.125f;
   if (kParts == 1) centre |= block_reduce(above_half, Sum()) >= cols / 3 && next_largest[1] <= 8.f;
   const float shift = centre ? -0x1p14f : 0.f;
-#pragma unroll 4
-  for (int64_t start = threadIdx.x * kGroup; start < padded; start += kThreads * kGroup) {
-    load_z(start);
+  for (int chunk = 0; chunk < padded; chunk += kChunk) {
+    if (padded > kChunk) load_chunk(chunk);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) z[i] = fmaf(sigmoid(z[i]), 0x1p15f, shift);
-    store_group<kParts, false>(operand + r * kParts * padded, start, padded, z);
+    for (int g = 0; g < kGroups; ++g) {
+      const int start = group_start(chunk, g);
+      if (start >= padded) continue;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(sigmoid(z[g][i]), 0x1p15f, shift);
+      store_group<kParts, false>(operand + r * kParts * padded, start, padded, z[g]);
+    }
   }
   if (threadIdx.x == 0) {
     const bool tiny = !centre && lowest * 0x1p15f < Precision<kParts>::kTiny;
@@ -310,48 +351,49 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
 }
 
 // out = logsumexp(y + b2) of one row of the second product, one block a row; reads each logit once: 4 bytes an element.
-// `row_scale` 0: y is in true units (the plain form). Each thread keeps its own maximum and the sum of exp(y - maximum).
+// Each thread keeps its own maximum and the sum of exp(y - maximum). Not `kSplit`: y is in true units (the plain form).
+template <bool kSplit>
 __global__ void __launch_bounds__(kThreads)
 bias_logsumexp_kernel(float* __restrict__ product, int64_t padded, float row_scale, Hidden hidden,
                       const float* __restrict__ doubt, const bool* __restrict__ centred, Weight weight,
                       float* __restrict__ out) {
-  const int64_t r = blockIdx.x, cols = weight.rows;
+  const int64_t r = blockIdx.x;
+  const int cols = weight.rows;
   float* row = product + r * padded;
-  const bool split = row_scale != 0.f;
-  const bool centre = split && centred[r];
+  const bool centre = kSplit && centred[r];
   const auto h = [&](int64_t k) {
-    const float z = hidden.product[r * hidden.padded + k];
-    return sigmoid(fmaf(z, hidden.repaired[r] ? 1.f : hidden.row_scale[r] * hidden.weight.scale[k], hidden.weight.bias[k]));
+    const float scale = hidden.repaired[r] ? 1.f : hidden.row_scale[r] * hidden.weight.scale[k];
+    return sigmoid(fmaf(hidden.product[r * hidden.padded + k], scale, hidden.weight.bias[k]));
   };
-  const bool repaired = split && repair_row(row, row_scale, doubt[r], centre, h, weight);
-  const bool row_aligned = aligned(product, padded), bias_aligned = aligned(weight.bias, 0);
+  const bool repaired = kSplit && repair_row(row, padded, row_scale, doubt[r], centre, h, weight);
+  const bool row_aligned = kSplit || aligned(product, padded), bias_aligned = kSplit || aligned(weight.bias, 0);
   float largest = -INFINITY, sum = 0.f;
   bool nan = false;
   float y[kGroup], bias[kGroup], scale[kGroup], half_sum[kGroup];
 #pragma unroll 4
-  for (int64_t start = threadIdx.x * kGroup; start < cols; start += blockDim.x * kGroup) {
+  for (int start = threadIdx.x * kGroup; start < cols; start += blockDim.x * kGroup) {
     load_group(y, row, start, cols, row_aligned);
     load_group(bias, weight.bias, start, cols, bias_aligned);
-    if (split && !repaired) {
-      load_group(scale, weight.scale, start, cols, true);
-      load_group(half_sum, weight.half_sum, start, cols, true);
+    if (kSplit) {
+      load_vector(scale, weight.scale + start);
+      load_vector(half_sum, weight.half_sum + start);
     }
     float top = largest;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      if (split && !repaired) y[i] = fmaf(y[i], row_scale * scale[i], centre ? half_sum[i] : 0.f);
+      if (kSplit && !repaired) y[i] = fmaf(y[i], row_scale * scale[i], centre ? half_sum[i] : 0.f);
       y[i] = start + i < cols ? y[i] + bias[i] : -INFINITY;
       nan |= isnan(y[i]);
       top = fmaxf(top, y[i]);
     }
-    if (top > largest) sum *= expf(largest - top);
+    if (top > largest) sum *= fast_exp(largest - top);
     largest = top;
     const float base = isinf(top) ? 0.f : top;  // an infinite maximum is the result itself, and inf - inf would be NaN
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) sum += expf(y[i] - base);
+    for (int i = 0; i < kGroup; ++i) sum += fast_exp(y[i] - base);
   }
   const float top = block_reduce(largest, Max());
-  sum = block_reduce(top > largest ? sum * expf(largest - top) : sum, Sum());
+  sum = block_reduce(top > largest ? sum * fast_exp(largest - top) : sum, Sum());
   nan = __syncthreads_or(nan);
   if (threadIdx.x == 0) out[r] = nan ? NAN : isinf(top) ? top : top + logf(sum);
 }
@@ -365,14 +407,14 @@ bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t count, const float* 
 
 // ---- Launchers -------------------------------------------------------------------------------------------------------
 
-cudaError_t split_rows(int parts, const float* matrix, int64_t rows, int64_t stride, int64_t cols, int64_t padded,
+cudaError_t split_rows(int parts, const float* matrix, int64_t rows, int64_t stride, int cols, int padded,
                        float correction, __half* operand, float* scale, float* doubt, cudaStream_t stream) {
   const auto kernel = parts == 3 ? split_rows_kernel<3, false> : split_rows_kernel<1, false>;
   kernel<<<rows, kThreads, 0, stream>>>(matrix, stride, cols, padded, correction, operand, scale, doubt, nullptr, nullptr);
   return cudaGetLastError();
 }
 
-cudaError_t split_weight(int parts, const float* matrix, int64_t rows, int64_t cols, int64_t padded, __half* operand,
+cudaError_t split_weight(int parts, const float* matrix, int64_t rows, int cols, int padded, __half* operand,
                          float* scale, float* doubt, float* half_sum, float* largest, cudaStream_t stream) {
   const auto kernel = parts == 3 ? split_rows_kernel<3, true> : split_rows_kernel<1, true>;
   kernel<<<rows, kThreads, 0, stream>>>(matrix, cols, cols, padded, 1.f, operand, scale, doubt, half_sum, largest);
@@ -388,8 +430,9 @@ cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x
 
 cudaError_t bias_logsumexp(int64_t batch, float* product, int64_t padded, float row_scale, Hidden hidden,
                            const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream) {
+  const auto kernel = row_scale != 0.f ? bias_logsumexp_kernel<true> : bias_logsumexp_kernel<false>;
   const int threads = weight.rows <= 4096 ? 32 : kThreads;  // a short row is one warp's: nothing to wait for
-  bias_logsumexp_kernel<<<batch, threads, 0, stream>>>(product, padded, row_scale, hidden, doubt, centred, weight, out);
+  kernel<<<batch, threads, 0, stream>>>(product, padded, row_scale, hidden, doubt, centred, weight, out);
   return cudaGetLastError();
 }
 
@@ -452,16 +495,19 @@ struct Gemm {
     CHECK_CUBLAS(cublasLtMatmulAlgoGetHeuristic(handle, &operation, &weight, &operand, &product, &product, &preference, 8,
                                                 found, &count));
     TORCH_CHECK(count > 0, "cuBLAS has no algorithm for a float16 product of ", rows, " x ", cols, " x ", k);
-    // Measured on an H200: tiles of 128 x 128 in clusters of two are 2 to 12 % faster than cuBLAS's first suggestion
-    // (256 x 128): two fit on a multiprocessor, and one computes while the other writes. The bits are the same.
+    // Measured on an H200: tiles of 128 x 128 (or 160) in clusters of two are 2 to 12 % faster than cuBLAS's first
+    // suggestion (256 x 128): two fit on a multiprocessor, and one computes while the other writes. The bits are the same.
     int chosen = 0;
+    uint32_t chosen_tile = 0;
     for (int i = count - 1; i >= 0; --i) {
       uint32_t tile = 0;
       uint16_t cluster = 0;
       cublasLtMatmulAlgoConfigGetAttribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof(tile), nullptr);
       cublasLtMatmulAlgoConfigGetAttribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, &cluster,
                                            sizeof(cluster), nullptr);
-      if (tile == CUBLASLT_MATMUL_TILE_128x128 && cluster == CUBLASLT_CLUSTER_SHAPE_2x1x1) chosen = i;
+      const bool small = tile == CUBLASLT_MATMUL_TILE_128x128 || tile == CUBLASLT_MATMUL_TILE_128x160;
+      if (cluster == CUBLASLT_CLUSTER_SHAPE_2x1x1 && small && chosen_tile != CUBLASLT_MATMUL_TILE_128x128)
+        chosen = i, chosen_tile = tile;
     }
     algorithm = found[chosen].algo;
   }
@@ -508,11 +554,13 @@ struct SplitWeight {
   SplitWeight(int parts, const at::Tensor& weight, const at::Tensor& bias, bool sums, cudaStream_t stream) {
     const int64_t rows = weight.size(0), cols = weight.size(1), rows8 = pad(rows), cols8 = pad(cols);
     operand = at::empty({rows8, parts * cols8}, weight.options().dtype(at::kHalf));
-    facts = at::empty({3 * rows8 + 2}, weight.options());
+    facts = at::empty({4 * rows8 + 2}, weight.options());
     float *scale = facts.mutable_data_ptr<float>(), *doubt = scale + rows8, *half_sum = doubt + rows8;
-    float* largest = half_sum + rows8;
-    view = {weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), scale, doubt, half_sum, largest, rows, cols};
-    C10_CUDA_CHECK(cudaMemsetAsync(largest, 0, 2 * sizeof(float), stream));
+    float *padded_bias = half_sum + rows8, *largest = padded_bias + rows8;
+    view = {weight.const_data_ptr<float>(), padded_bias, scale, doubt, half_sum, largest, rows, cols};
+    C10_CUDA_CHECK(cudaMemsetAsync(scale, 0, facts.numel() * sizeof(float), stream));
+    C10_CUDA_CHECK(cudaMemcpyAsync(padded_bias, bias.const_data_ptr<float>(), rows * sizeof(float),
+                                   cudaMemcpyDeviceToDevice, stream));
     C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + rows * parts * cols8, 0,
                                    (rows8 - rows) * parts * cols8 * sizeof(__half), stream));
     CHECK_LAUNCH(split_weight(parts, view.matrix, rows, cols, cols8, halves(operand), scale, doubt,
