@@ -74,7 +74,7 @@ def say(text):
 
 
 class Problem:
-    """A folder with a ``reference.py`` in KernelBench's form whose leading dimension is the constant ``batch_size``."""
+    """A folder with a ``reference.py`` in KernelBench's form."""
 
     def __init__(self, folder):
         self.folder = Path(folder).resolve()
@@ -83,18 +83,13 @@ class Problem:
         if not path.is_file():
             raise Unusable(f"PROBLEM_DIR must hold a reference.py, {self.folder} has none; name another folder")
         self.reference = check.load_module(path)
-        if not hasattr(self.reference, "batch_size"):
-            raise Unusable(
-                f"{path} must define batch_size, which get_inputs() reads, and does not; rename its constant"
-            )
-        self.batch_size = self.reference.batch_size
+        with torch.device("meta"):  # sizes without the data
+            self.batch_size = check.row_count(check.draw_inputs(self.reference, seed=0))
 
     def inputs(self, batch, seed, device, dtype):
         """The arguments of ``forward`` for ``batch`` rows, made on ``device``; floating-point ones in ``dtype``."""
-        self.reference.batch_size = batch
-        torch.manual_seed(seed)
         with torch.device(device):
-            made = self.reference.get_inputs()
+            made = check.draw_inputs(self.reference, seed, batch)
         return [x.to(device, dtype if x.is_floating_point() else x.dtype) for x in made]
 
     def models(self, solutions, device, dtype):
@@ -958,7 +953,7 @@ def accepted_solutions(plan, precisions, device, batch, report):
         for precision in precisions
     ]
     say(f"check.py looks at the solutions, {len(tasks)} times")
-    with ThreadPoolExecutor(2) as pool:  # two at a time: a good part of a check is Python starting and compiling
+    with ThreadPoolExecutor(3) as pool:  # three at a time: a good part of a check is Python starting and compiling
         reasons = list(pool.map(verify, *zip(*tasks, strict=True)))
     accepted = {(problem.name, precision): {} for problem, _ in plan for precision in precisions}
     for (problem, path, *_, precision), reason in zip(tasks, reasons, strict=True):

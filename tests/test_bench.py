@@ -302,6 +302,8 @@ def test_the_precision_switch_is_set_within_and_found_again_after(switches, old,
         assert cuda.fp32_precision == value
         assert torch.get_float32_matmul_precision() == name  # raises where the spellings disagree
     assert (cuda.fp32_precision, cpu.fp32_precision) == found
+    if not new:
+        assert torch.get_float32_matmul_precision() == (old or "highest")
 
 
 def test_every_float32_precision_names_itself_in_its_rows(problem, quick, tmp_path):
