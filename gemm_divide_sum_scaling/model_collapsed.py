@@ -239,6 +239,8 @@ NVCC_FLAGS = ["-O3"]
 
 # --- build block: the same text in every solution of this project (tests/test_build.py compares them) ---
 
+_TOOLKIT = f'pip install "cuda-toolkit[nvcc,cccl]=={torch.version.cuda}.*"'
+
 
 class _Explain(contextlib.AbstractContextManager):
     """Turns an error raised inside into one RuntimeError: what failed, the cause in its own words, and what to do."""
@@ -301,7 +303,7 @@ def _find_nvcc():
     The first of: CUDA_HOME, CUDA_PATH (where set, nothing else is tried), PATH, /usr/local/cuda, the pip packages.
     """
     cuda, major = torch.version.cuda, torch.version.cuda.split(".")[0]
-    advice = f'Set CUDA_HOME to a CUDA {major} toolkit, or: pip install "cuda-toolkit[nvcc,cccl]=={cuda}.*"'
+    advice = f"Set CUDA_HOME to a CUDA {major} toolkit, or: {_TOOLKIT}"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     packaged = [path for folder in _pip_folders() for path in glob.glob(f"{glob.escape(folder)}/*/bin/nvcc")]
     places = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *packaged]
@@ -331,9 +333,9 @@ def _find_ninja():
     return ninja
 
 
-def _writable(folder):
+def _writable(folder, mode=0o777):
     with contextlib.suppress(OSError):
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.makedirs(folder, mode, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return True
     return False
@@ -349,7 +351,7 @@ def _cache(name):
     if os.path.exists(f"{folder}/{name}/{name}.so") or (not homeless and _writable(folder)):
         return folder
     own = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
-    if not chosen and _writable(own):
+    if not chosen and _writable(own, 0o700):
         found = os.lstat(own)  # /tmp is everyone's: what another user can write must not be loaded
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return own
@@ -448,7 +450,7 @@ def build():
                 f"{EXTENSION} needs 64 MiB in {cache}: make room, or export TORCH_EXTENSIONS_DIR=elsewhere"
             )
         print(f"{EXTENSION}: compiling for CUDA, once, into {cache}/{name}", file=sys.stderr, flush=True)
-        advice = f"The compilers were {nvcc} and its g++: set CUDA_HOME, CC and CXX to choose others"
+        advice = f"CUDA_HOME, CC and CXX choose other compilers than {nvcc} and g++; for a missing header: {_TOOLKIT}"
         # One lock for all builds of this project, since they set variables of PyTorch's for a while.
         with _Explain(f"{EXTENSION} could not be built", advice), _lock(f"{cache}/build.flock"):
             if not os.path.exists(library):
