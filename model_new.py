@@ -37,41 +37,56 @@ DECLARATIONS = r"""
 
 #include <cstdint>
 
-// A weight as the epilogues see it: the float32 original, and what `split_rows` found out about its rows.
+constexpr int kStrip = 32;  // rows that the gradients sum by column at a time
+
+// A weight and its bias, and what `split_weights` makes of them; padded sizes are multiples of 8, pads hold zeros.
 struct Weight {
-  const float* matrix;    // (rows, cols), contiguous
-  const float* bias;      // (rows), as all that follow in memory that goes on with zeros to a multiple of 8
-  const float* scale;
-  const float* doubt;
-  const float* half_sum;  // W2 only
-  const float* largest;   // (2): of all rows, the doubt and, W2 only, the ratio of the largest to the mean magnitude
-  int64_t rows, cols;
+  const float* matrix;  // (rows, cols), contiguous
+  const float* bias;    // (rows)
+  int rows, cols, padded_rows, padded_cols;
+  __half* operand;      // (padded_rows, parts * padded_cols)
+  float *scale, *doubt, *padded_bias, *half_sum;  // (padded_rows); half_sum of W2 only
+  float* largest;       // (2): of all rows, the doubt and, W2 only, the ratio of the largest to the mean magnitude
 };
 
-// The first product of a slice: z without its bias, in raw accumulators or, where repaired, in true units.
+// The first product of a slice: z without its bias, in raw accumulators or, where repaired, in true units, until
+// `bias_sigmoid` puts h in its place where it is to be kept.
 struct Hidden {
-  float* product;          // (batch, padded), padded a multiple of 8
-  int64_t padded;
+  float* product;          // (batch, weight.padded_rows)
   const float* row_scale;  // (batch), of x
+  float correction;
   bool* repaired;          // (batch)
+  bool keep;
   Weight weight;           // W1
 };
 
-cudaError_t split_rows(int parts, const float* matrix, int64_t rows, int64_t stride, int cols, int padded,
-                       float correction, __half* operand, float* scale, float* doubt, cudaStream_t stream);
-cudaError_t split_weight(int parts, const float* matrix, int64_t rows, int cols, int padded, __half* operand,
-                         float* scale, float* doubt, float* half_sum, float* largest, cudaStream_t stream);
+cudaError_t split_rows(int parts, const float* x, int64_t batch, int64_t stride, int cols, int padded, __half* operand,
+                       float* scale, float* doubt, cudaStream_t stream);
+cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream);
 cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride, const float* x_doubt,
                          const float* next_largest, __half* operand, float* doubt, bool* centred, cudaStream_t stream);
-cudaError_t bias_logsumexp(int64_t batch, float* product, int64_t padded, float row_scale, Hidden hidden,
-                           const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream);
-cudaError_t bias_sigmoid_in_place(float* z, int64_t count, const float* bias, int64_t hidden, cudaStream_t stream);
+cudaError_t bias_logsumexp(int64_t batch, float* product, float row_scale, bool keep, Hidden hidden, const float* doubt,
+                           const bool* centred, Weight weight, float* out, cudaStream_t stream);
+cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
+                                  cudaStream_t stream);
+cudaError_t gradient_scales(const float* grad, const float* x_scale, int64_t batch, const float* w2_scale, int hidden,
+                            float* scales, cudaStream_t stream);
+cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
+                             int padded, const float* scales, __half* operand, float* plain, float* sums,
+                             cudaStream_t stream);
+cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, int64_t batch, int padded, const float* scales,
+                             float correction, const float* w2_scale, const float* x_scale, __half* operand,
+                             __half* h_operand, float* sums, cudaStream_t stream);
+cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, const float* factor, float factor2,
+                    const float* column_scale, const float* row_scale, float* to, cudaStream_t stream);
 """
 
 # The kernels and their launchers, for nvcc.
 CUDA_SOURCE = (
     DECLARATIONS
     + r"""
+#include <cfloat>
+
 // ---- Operands --------------------------------------------------------------------------------------------------------
 //
 // A float32 number a, scaled by a power of two so that its row's largest magnitude lies in [2^14, 2^15), is split into
@@ -94,9 +109,9 @@ CUDA_SOURCE = (
 constexpr int kExponent = 15;       // scaled magnitudes stay below 2^15: float16 holds them, float32 their products' sums
 constexpr float kShift = 64.f;      // what lo gains and hi gives in the small products
 constexpr int kExponentRange = 90;  // beyond, the scales themselves could over- or underflow
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kGroup = 4;           // elements a thread handles at once: 16 bytes of float32
-constexpr int kGroups = 4;          // groups a thread keeps in registers
+constexpr int kGroups = 8;          // groups a thread keeps in registers
 constexpr int kChunk = kThreads * kGroup * kGroups;  // columns a block keeps in registers
 
 template <int kParts>
@@ -105,8 +120,8 @@ struct Precision {
   static constexpr float kDoubtPerTiny = kParts == 3 ? 0x1p9f : 0x1p1f;  // 2^-30 2^15 2^24; 2^-25 2^15 2^11
 };
 
-struct Max {
-  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+struct Max {  // of a NaN and a number: the NaN
+  __device__ float operator()(float a, float b) const { return a > b || isnan(a) ? a : b; }
 };
 struct Sum {
   template <typename T>
@@ -135,6 +150,10 @@ __device__ bool aligned(const float* matrix, int64_t stride) {
 __device__ void load_vector(float (&v)[kGroup], const float* from) {
   const float4 loaded = *reinterpret_cast<const float4*>(from);
   v[0] = loaded.x, v[1] = loaded.y, v[2] = loaded.z, v[3] = loaded.w;
+}
+
+__device__ void store_vector(float* to, const float (&v)[kGroup]) {
+  *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
 // Four neighbours of a row of `cols` elements, zeros beyond its end.
@@ -168,69 +187,88 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
   *reinterpret_cast<uint2*>(row + (kParts - 1) * padded + start) = *reinterpret_cast<uint2*>(hi);
 }
 
-// Splits a matrix (rows, cols), float32, row stride `stride`, into an operand (rows, kParts * padded), float16, with each
-// row's `scale` (what its products are to be multiplied by, times `correction`) and `doubt`; for W2 also half the sum of
-// each row. One block a row, which it keeps in registers where it fits: 4 bytes read, 2 * kParts written an element.
+// Splits a row of `cols` float32 into a row of an operand, (kParts * padded) float16. `*scale` is what its products are to be
+// multiplied by, a power of two with three parts; for W2, `half_sum` is half the row's sum and `*ratio` that of its largest
+// to its mean magnitude. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts written an element.
 template <int kParts, bool kWeight>
-__global__ void __launch_bounds__(kThreads)
-split_rows_kernel(const float* __restrict__ matrix, int64_t stride, int cols, int padded, float correction,
-                  __half* __restrict__ operand, float* __restrict__ scale, float* __restrict__ doubt,
-                  float* __restrict__ half_sum, float* __restrict__ largest_of_all) {
-  const int64_t r = blockIdx.x;
-  const float* row = matrix + r * stride;
-  const bool is_aligned = aligned(matrix, stride);
+__device__ void split_row(const float* row, bool is_aligned, int cols, int padded, __half* operand, float* scale,
+                          float* doubt, float* half_sum, float* ratio) {
   float v[kGroups][kGroup];
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) load_group(v[g], row, group_start(chunk, g), cols, is_aligned);
   };
   float largest = 0.f;
-  bool nan = false;
   double sum = 0, magnitude = 0;
-  for (int chunk = 0; chunk < cols; chunk += kChunk) {
+  for (int chunk = 0; chunk < padded; chunk += kChunk) {
     load_chunk(chunk);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        largest = fmaxf(largest, fabsf(v[g][i]));
-        nan |= isnan(v[g][i]);
+        largest = Max()(largest, fabsf(v[g][i]));
         if (kWeight && half_sum) sum += v[g][i], magnitude += fabsf(v[g][i]);
       }
   }
   largest = block_reduce(largest, Max());
-  const int exponent = largest > 0.f && !isinf(largest) ? ilogbf(largest) + 1 : kExponent;
-  const bool in_range = !isinf(largest) && abs(exponent) <= kExponentRange;
-  const float up = !in_range || largest == 0.f ? 1.f : kParts == 1 ? 0x1p14f / largest : ldexpf(1.f, kExponent - exponent);
+  const bool finite = largest <= FLT_MAX;
+  const int exponent = largest > 0.f && finite ? ilogbf(largest) + 1 : kExponent;
+  const float up = kParts == 1 && finite && largest > 0x1p-100f ? 0x1p14f / largest : ldexpf(1.f, min(kExponent - exponent, 126));
   int tiny = 0;
-  for (int chunk = 0; chunk < cols; chunk += kChunk) {
-    if (cols > kChunk) load_chunk(chunk);
+  for (int chunk = 0; chunk < padded; chunk += kChunk) {
+    if (padded > kChunk) load_chunk(chunk);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
+      const int start = group_start(chunk, g);
+      if (start >= padded) continue;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         v[g][i] *= up;
         tiny += v[g][i] != 0.f && fabsf(v[g][i]) < Precision<kParts>::kTiny;
       }
-      const int start = group_start(chunk, g);
-      if (start < padded) store_group<kParts, kWeight>(operand + r * kParts * padded, start, padded, v[g]);
+      store_group<kParts, kWeight>(operand, start, padded, v[g]);
     }
   }
   tiny = block_reduce(tiny, Sum());
-  nan = __syncthreads_or(nan);
   if (kWeight && half_sum) sum = block_reduce(sum, Sum()), magnitude = block_reduce(magnitude, Sum());
   if (threadIdx.x == 0) {
+    *scale = 1.f / up;
     // A NaN needs no repair: it fills its row of the product by itself.
-    doubt[r] = nan ? 0.f : in_range ? tiny * Precision<kParts>::kDoubtPerTiny : INFINITY;
-    scale[r] = correction / up;
-    if (kWeight) {  // floats >= 0 order as the integers of the same bits do
-      atomicMax(reinterpret_cast<int*>(largest_of_all), __float_as_int(doubt[r]));
-      if (half_sum) {
-        half_sum[r] = static_cast<float>(sum / 2);
-        const float ratio = magnitude > 0 ? static_cast<float>(largest / (magnitude / cols)) : 0.f;
-        atomicMax(reinterpret_cast<int*>(largest_of_all + 1), __float_as_int(ratio));
-      }
+    const bool in_range = finite && abs(exponent) <= kExponentRange;
+    *doubt = isnan(largest) ? 0.f : in_range ? tiny * Precision<kParts>::kDoubtPerTiny : INFINITY;
+    if (kWeight && half_sum) {
+      *half_sum = static_cast<float>(sum / 2);
+      *ratio = magnitude > 0 ? static_cast<float>(largest / (magnitude / cols)) : 0.f;
     }
+  }
+}
+
+// Splits x, (batch, cols), row stride `stride`: one block a row.
+template <int kParts>
+__global__ void __launch_bounds__(kThreads)
+split_rows_kernel(const float* __restrict__ x, int64_t stride, int cols, int padded, __half* __restrict__ operand,
+                  float* __restrict__ scale, float* __restrict__ doubt) {
+  const int64_t r = blockIdx.x;
+  split_row<kParts, false>(x + r * stride, aligned(x, stride), cols, padded, operand + r * kParts * padded, scale + r,
+                           doubt + r, nullptr, nullptr);
+}
+
+// Splits W1 and W2, one block a row of either; pad rows become zeros. Largest values of all rows meet by atomicMax, which
+// floats >= 0 allow, as they order like the integers of the same bits, and which gives the same whatever the order.
+template <int kParts>
+__global__ void __launch_bounds__(kThreads) split_weights_kernel(Weight w1, Weight w2) {
+  const bool second = blockIdx.x >= w1.padded_rows;
+  const Weight& w = second ? w2 : w1;
+  const int64_t r = blockIdx.x - (second ? w1.padded_rows : 0);
+  __half* operand = w.operand + r * kParts * w.padded_cols;
+  __shared__ float ratio;
+  const bool inside = r < w.rows;
+  split_row<kParts, true>(w.matrix + r * w.cols, aligned(w.matrix, w.cols), inside ? w.cols : 0, w.padded_cols, operand,
+                          w.scale + r, w.doubt + r, second ? w.half_sum + r : nullptr, &ratio);
+  if (threadIdx.x == 0) {
+    w.padded_bias[r] = inside ? w.bias[r] : 0.f;
+    atomicMax(reinterpret_cast<int*>(w.largest), __float_as_int(w.doubt[r]));
+    if (second) atomicMax(reinterpret_cast<int*>(w.largest + 1), __float_as_int(ratio));
   }
 }
 
@@ -243,14 +281,14 @@ __device__ bool in_doubt(float raw, float doubt) { return doubt > 0.f && !(fabsf
 // computed anew in float32, and returns true. The block's warps take 32 columns at a time; for each element in doubt a warp
 // takes the dot product of the row that was split, `operand(k)`, and the weight's row. `centred`: it was split less 1/2.
 template <typename Operand>
-__device__ bool repair_row(float* product, int64_t padded, float row_scale, float row_doubt, bool centred, const Operand& operand,
+__device__ bool repair_row(float* product, float row_scale, float row_doubt, bool centred, const Operand& operand,
                            const Weight& weight) {
   if (!(row_doubt + weight.largest[0] > 0.f)) return false;
   bool any = false;
   for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x) any |= in_doubt(product[j], row_doubt + weight.doubt[j]);
   if (!__syncthreads_or(any)) return false;
   const int lane = threadIdx.x % 32;
-  if (threadIdx.x < padded - weight.rows) product[weight.rows + threadIdx.x] = 0.f;  // an infinity's products with nothing
+  if (threadIdx.x < weight.padded_rows - weight.rows) product[weight.rows + threadIdx.x] = 0.f;  // an infinity's products with nothing
   for (int64_t base = threadIdx.x - lane; base < weight.rows; base += blockDim.x) {
     const int64_t j = base + lane;
     const bool inside = j < weight.rows;
@@ -286,7 +324,7 @@ __device__ float sigmoid(float z) {
 // h = sigmoid(z + b1) of one row of the first product, split as the second product's operand. h may be taken less 1/2
 // ("centred"), which shortens the second product's sums: where the whole row is above 1/8, so that abs(h - 1/2) <= 3 h and
 // nothing is lost; in the tf32 form also where a third of the row is above 1/2 and no row of W2 is dominated by a few
-// elements. One block a row, which it reads twice, the second time from cache: 4 bytes read, 2 * kParts written an element.
+// elements. One block a row, in registers where it fits: 4 bytes read, 2 * kParts written an element, and 4 more where h is kept in float32 for the gradients, in z's place.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
 bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride, const float* __restrict__ x_doubt,
@@ -294,11 +332,11 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
                     bool* __restrict__ centred) {
   const Weight& weight = hidden.weight;
   const int64_t r = blockIdx.x;
-  const int cols = weight.rows, padded = hidden.padded;
+  const int cols = weight.rows, padded = weight.padded_rows;
   float* row = hidden.product + r * padded;
-  const float row_scale = hidden.row_scale[r];
+  const float row_scale = hidden.row_scale[r] * hidden.correction;
   const auto x_element = [&](int64_t k) { return x[r * x_stride + k]; };
-  const bool repaired = repair_row(row, padded, row_scale, x_doubt[r], false, x_element, weight);
+  const bool repaired = repair_row(row, row_scale, x_doubt[r], false, x_element, weight);
   float z[kGroups][kGroup];
   const auto load_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
     float scale[kGroup], bias[kGroup];
@@ -308,7 +346,7 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
       if (start >= padded) continue;
       load_vector(z[g], row + start);
       load_vector(scale, weight.scale + start);
-      load_vector(bias, weight.bias + start);
+      load_vector(bias, weight.padded_bias + start);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
     }
@@ -338,7 +376,10 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
       const int start = group_start(chunk, g);
       if (start >= padded) continue;
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(sigmoid(z[g][i]), 0x1p15f, shift);
+      for (int i = 0; i < kGroup; ++i) z[g][i] = sigmoid(z[g][i]);
+      if (hidden.keep) store_vector(row + start, z[g]);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], 0x1p15f, shift);
       store_group<kParts, false>(operand + r * kParts * padded, start, padded, z[g]);
     }
   }
@@ -350,30 +391,34 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
   }
 }
 
-// out = logsumexp(y + b2) of one row of the second product, one block a row; reads each logit once: 4 bytes an element.
-// Each thread keeps its own maximum and the sum of exp(y - maximum). Not `kSplit`: y is in true units (the plain form).
+// out = logsumexp(y + b2) of one row of the second product, one block a row; reads each logit once: 4 bytes an element, and
+// 4 written where y + b2 is kept for the gradients, in y's place. Each thread keeps its own maximum and the sum of
+// exp(y - maximum). Not `kSplit`: y is in true units (the plain form).
 template <bool kSplit>
 __global__ void __launch_bounds__(kThreads)
-bias_logsumexp_kernel(float* __restrict__ product, int64_t padded, float row_scale, Hidden hidden,
+bias_logsumexp_kernel(float* __restrict__ product, float row_scale, bool keep, Hidden hidden,
                       const float* __restrict__ doubt, const bool* __restrict__ centred, Weight weight,
                       float* __restrict__ out) {
   const int64_t r = blockIdx.x;
   const int cols = weight.rows;
-  float* row = product + r * padded;
+  float* row = product + r * weight.padded_rows;
   const bool centre = kSplit && centred[r];
   const auto h = [&](int64_t k) {
-    const float scale = hidden.repaired[r] ? 1.f : hidden.row_scale[r] * hidden.weight.scale[k];
-    return sigmoid(fmaf(hidden.product[r * hidden.padded + k], scale, hidden.weight.bias[k]));
+    const float kept = hidden.product[r * hidden.weight.padded_rows + k];
+    if (hidden.keep) return kept;
+    const float scale = hidden.repaired[r] ? 1.f : hidden.row_scale[r] * hidden.correction * hidden.weight.scale[k];
+    return sigmoid(fmaf(kept, scale, hidden.weight.padded_bias[k]));
   };
-  const bool repaired = kSplit && repair_row(row, padded, row_scale, doubt[r], centre, h, weight);
-  const bool row_aligned = kSplit || aligned(product, padded), bias_aligned = kSplit || aligned(weight.bias, 0);
+  const bool repaired = kSplit && repair_row(row, row_scale, doubt[r], centre, h, weight);
+  const float* bias_row = kSplit ? weight.padded_bias : weight.bias;
+  const bool bias_aligned = kSplit || aligned(bias_row, 0);
   float largest = -INFINITY, sum = 0.f;
   bool nan = false;
   float y[kGroup], bias[kGroup], scale[kGroup], half_sum[kGroup];
 #pragma unroll 4
   for (int start = threadIdx.x * kGroup; start < cols; start += blockDim.x * kGroup) {
-    load_group(y, row, start, cols, row_aligned);
-    load_group(bias, weight.bias, start, cols, bias_aligned);
+    load_vector(y, row + start);
+    load_group(bias, bias_row, start, cols, bias_aligned);
     if (kSplit) {
       load_vector(scale, weight.scale + start);
       load_vector(half_sum, weight.half_sum + start);
@@ -386,6 +431,7 @@ bias_logsumexp_kernel(float* __restrict__ product, int64_t padded, float row_sca
       nan |= isnan(y[i]);
       top = fmaxf(top, y[i]);
     }
+    if (keep) store_vector(row + start, y);
     if (top > largest) sum *= fast_exp(largest - top);
     largest = top;
     const float base = isinf(top) ? 0.f : top;  // an infinite maximum is the result itself, and inf - inf would be NaN
@@ -398,26 +444,139 @@ bias_logsumexp_kernel(float* __restrict__ product, int64_t padded, float row_sca
   if (threadIdx.x == 0) out[r] = nan ? NAN : isinf(top) ? top : top + logf(sum);
 }
 
-// The plain form's h = sigmoid(z + b1) in place, (batch, hidden): 8 bytes an element.
+// The plain form's h = sigmoid(z + b1) in place, (batch, padded): one block a row at a time, 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
-bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t count, const float* __restrict__ bias, int64_t hidden) {
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count; i += gridDim.x * int64_t{kThreads})
-    z[i] = sigmoid(z[i] + bias[i % hidden]);
+bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t batch, int hidden, int64_t padded, const float* __restrict__ bias) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < batch * padded; i += gridDim.x * int64_t{kThreads}) {
+    const int column = i % padded;
+    z[i] = column < hidden ? sigmoid(z[i] + bias[column]) : 0.f;
+  }
+}
+
+// ---- Gradients -------------------------------------------------------------------------------------------------------
+//
+//     dy = grad * exp(y - out)    dh = dy @ W2    dz = dh * h * (1 - h)
+//     dW2 = dy.T @ h    db2 = sum(dy)    dW1 = dz.T @ x    db1 = sum(dz)    dx = dz @ W1
+//
+// The same products of split operands. Those that sum over the batch read the same memory another way: an operand's row of
+// kParts segments of `padded` elements is kParts rows of `padded`, so that (batch, kParts * padded) is also a matrix of
+// (kParts * batch, padded), whose rows pair as the segments do. A sum over the batch wants one scale for all rows. dy has
+// that of the largest abs(grad), as exp(y - out) <= 1. dz is weighed with the scale that its row of x was split with, so
+// that their products have one: abs(dz) <= abs(grad) max(abs(W2)) / 4.
+
+// The scales, powers of two: (0) of dy and (2) of dz, and what undoes them: (1) of dy, (3) of dz.
+__global__ void __launch_bounds__(1024)
+gradient_scales_kernel(const float* __restrict__ grad, const float* __restrict__ x_scale, int64_t batch,
+                       const float* __restrict__ w2_scale, int hidden, float* __restrict__ scales) {
+  float largest = 0.f, weighed = 0.f, weight = 0.f;
+  for (int64_t i = threadIdx.x; i < batch; i += blockDim.x) {
+    largest = Max()(largest, fabsf(grad[i]));
+    weighed = Max()(weighed, fabsf(grad[i]) * x_scale[i]);
+  }
+  for (int k = threadIdx.x; k < hidden; k += blockDim.x) weight = fmaxf(weight, w2_scale[k]);
+  largest = block_reduce(largest, Max());
+  weighed = block_reduce(weighed, Max()) * block_reduce(weight, Max()) * 0x1p13f;  // a scale is max / 2^15 or more
+  if (threadIdx.x == 0) {
+    const auto power = [](float bound) {  // the largest power of two that keeps it below 2^15
+      return bound > 0.f && bound <= FLT_MAX ? ldexpf(1.f, max(-126, min(126, kExponent - 1 - ilogbf(bound)))) : 1.f;
+    };
+    scales[0] = power(largest), scales[1] = 1.f / scales[0];
+    scales[2] = power(weighed), scales[3] = 1.f / scales[2];
+  }
+}
+
+// dy, (batch, padded), and its sums over strips of rows, (strips, padded). One block a strip and 512 columns, four columns a
+// thread: 4 bytes read, 2 * kParts (plain: 4) written an element. `y` holds the logits, bias included.
+template <int kParts>
+__global__ void __launch_bounds__(kThreads)
+softmax_gradient_kernel(const float* __restrict__ grad, const float* __restrict__ y,
+                        const float* __restrict__ out, int64_t batch, int cols, int padded,
+                        const float* __restrict__ scales, __half* __restrict__ operand, float* __restrict__ plain,
+                        float* __restrict__ sums) {
+  const int start = (blockIdx.y * kThreads + threadIdx.x) * kGroup;
+  if (start >= padded) return;
+  const float scale = kParts ? scales[0] : 1.f;
+  float sum[kGroup] = {}, v[kGroup];
+  const int64_t begin = blockIdx.x * int64_t{kStrip}, end = min(begin + kStrip, batch);
+#pragma unroll 4
+  for (int64_t r = begin; r < end; ++r) {
+    load_vector(v, y + r * padded + start);
+    const float base = out[r], factor = grad[r];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      v[i] = start + i < cols ? factor * fast_exp(v[i] - base) : 0.f;
+      sum[i] += v[i];
+      v[i] *= scale;
+    }
+    if constexpr (kParts == 0) store_vector(plain + r * padded + start, v);
+    else store_group<kParts, true>(operand + r * kParts * padded, start, padded, v);
+  }
+  store_vector(sums + blockIdx.x * int64_t{padded} + start, sum);
+}
+
+// dz from dh, (batch, padded), and its sums over strips of rows; in the same sweep h's operand. As `softmax_gradient`:
+// 8 bytes read, 4 * kParts (plain: 4, in dh's place) written an element.
+template <int kParts>
+__global__ void __launch_bounds__(kThreads)
+sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, int64_t batch, int padded,
+                        const float* __restrict__ scales, float correction, const float* __restrict__ w2_scale,
+                        const float* __restrict__ x_scale, __half* __restrict__ operand, __half* __restrict__ h_operand,
+                        float* __restrict__ sums) {
+  const int start = (blockIdx.y * kThreads + threadIdx.x) * kGroup;
+  if (start >= padded) return;
+  float column_scale[kGroup] = {1.f, 1.f, 1.f, 1.f}, sum[kGroup] = {}, v[kGroup], kept[kGroup];
+  if (kParts) {
+    load_vector(column_scale, w2_scale + start);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) column_scale[i] *= scales[1] * correction;
+  }
+  const int64_t begin = blockIdx.x * int64_t{kStrip}, end = min(begin + kStrip, batch);
+#pragma unroll 4
+  for (int64_t r = begin; r < end; ++r) {
+    load_vector(v, dh + r * padded + start);
+    load_vector(kept, h + r * padded + start);
+    const float row_scale = kParts ? scales[2] * x_scale[r] : 1.f;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      v[i] *= column_scale[i] * kept[i] * (1.f - kept[i]);
+      sum[i] += v[i];
+      v[i] *= row_scale;
+      kept[i] *= 0x1p15f;
+    }
+    if constexpr (kParts == 0) {
+      store_vector(dh + r * padded + start, v);
+    } else {
+      store_group<kParts, true>(operand + r * kParts * padded, start, padded, v);
+      store_group<kParts, false>(h_operand + r * kParts * padded, start, padded, kept);
+    }
+  }
+  store_vector(sums + blockIdx.x * int64_t{padded} + start, sum);
+}
+
+// to (rows, cols) = from (rows, padded) * *factor * factor2 * column_scale, divided by row_scale, where these are given.
+__global__ void __launch_bounds__(kThreads)
+unscale_kernel(const float* __restrict__ from, int64_t rows, int cols, int padded, const float* __restrict__ factor,
+               float factor2, const float* __restrict__ column_scale, const float* __restrict__ row_scale,
+               float* __restrict__ to) {
+  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
+    const float row_factor = *factor * factor2 / (row_scale ? row_scale[r] : 1.f);
+    for (int c = threadIdx.x; c < cols; c += kThreads)
+      to[r * cols + c] = from[r * padded + c] * row_factor * (column_scale ? column_scale[c] : 1.f);
+  }
 }
 
 // ---- Launchers -------------------------------------------------------------------------------------------------------
 
-cudaError_t split_rows(int parts, const float* matrix, int64_t rows, int64_t stride, int cols, int padded,
-                       float correction, __half* operand, float* scale, float* doubt, cudaStream_t stream) {
-  const auto kernel = parts == 3 ? split_rows_kernel<3, false> : split_rows_kernel<1, false>;
-  kernel<<<rows, kThreads, 0, stream>>>(matrix, stride, cols, padded, correction, operand, scale, doubt, nullptr, nullptr);
+cudaError_t split_rows(int parts, const float* x, int64_t batch, int64_t stride, int cols, int padded, __half* operand,
+                       float* scale, float* doubt, cudaStream_t stream) {
+  const auto kernel = parts == 3 ? split_rows_kernel<3> : split_rows_kernel<1>;
+  kernel<<<batch, kThreads, 0, stream>>>(x, stride, cols, padded, operand, scale, doubt);
   return cudaGetLastError();
 }
 
-cudaError_t split_weight(int parts, const float* matrix, int64_t rows, int cols, int padded, __half* operand,
-                         float* scale, float* doubt, float* half_sum, float* largest, cudaStream_t stream) {
-  const auto kernel = parts == 3 ? split_rows_kernel<3, true> : split_rows_kernel<1, true>;
-  kernel<<<rows, kThreads, 0, stream>>>(matrix, cols, cols, padded, 1.f, operand, scale, doubt, half_sum, largest);
+cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream) {
+  const auto kernel = parts == 3 ? split_weights_kernel<3> : split_weights_kernel<1>;
+  kernel<<<w1.padded_rows + w2.padded_rows, kThreads, 0, stream>>>(w1, w2);
   return cudaGetLastError();
 }
 
@@ -428,17 +587,57 @@ cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x
   return cudaGetLastError();
 }
 
-cudaError_t bias_logsumexp(int64_t batch, float* product, int64_t padded, float row_scale, Hidden hidden,
-                           const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream) {
+cudaError_t bias_logsumexp(int64_t batch, float* product, float row_scale, bool keep, Hidden hidden, const float* doubt,
+                           const bool* centred, Weight weight, float* out, cudaStream_t stream) {
   const auto kernel = row_scale != 0.f ? bias_logsumexp_kernel<true> : bias_logsumexp_kernel<false>;
   const int threads = weight.rows <= 4096 ? 32 : kThreads;  // a short row is one warp's: nothing to wait for
-  kernel<<<batch, threads, 0, stream>>>(product, padded, row_scale, hidden, doubt, centred, weight, out);
+  kernel<<<batch, threads, 0, stream>>>(product, row_scale, keep, hidden, doubt, centred, weight, out);
   return cudaGetLastError();
 }
 
-cudaError_t bias_sigmoid_in_place(float* z, int64_t count, const float* bias, int64_t hidden, cudaStream_t stream) {
-  const int64_t blocks = (count + kThreads - 1) / kThreads;
-  bias_sigmoid_in_place_kernel<<<blocks < 65536 ? blocks : 65536, kThreads, 0, stream>>>(z, count, bias, hidden);
+cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
+                                  cudaStream_t stream) {
+  const int64_t blocks = (batch * padded + kThreads - 1) / kThreads;
+  bias_sigmoid_in_place_kernel<<<blocks < 65536 ? blocks : 65536, kThreads, 0, stream>>>(z, batch, hidden, padded, bias);
+  return cudaGetLastError();
+}
+
+cudaError_t gradient_scales(const float* grad, const float* x_scale, int64_t batch, const float* w2_scale, int hidden,
+                            float* scales, cudaStream_t stream) {
+  gradient_scales_kernel<<<1, 1024, 0, stream>>>(grad, x_scale, batch, w2_scale, hidden, scales);
+  return cudaGetLastError();
+}
+
+// Strips along x, which a grid has 2^31 of; 512 columns a block along y.
+dim3 strips(int64_t batch, int padded) {
+  return dim3((batch + kStrip - 1) / kStrip, (padded + kThreads * kGroup - 1) / (kThreads * kGroup));
+}
+
+cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
+                             int padded, const float* scales, __half* operand, float* plain, float* sums,
+                             cudaStream_t stream) {
+  const auto kernel = parts == 3   ? softmax_gradient_kernel<3>
+                      : parts == 1 ? softmax_gradient_kernel<1>
+                                   : softmax_gradient_kernel<0>;
+  kernel<<<strips(batch, padded), kThreads, 0, stream>>>(grad, y, out, batch, cols, padded, scales, operand, plain, sums);
+  return cudaGetLastError();
+}
+
+cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, int64_t batch, int padded, const float* scales,
+                             float correction, const float* w2_scale, const float* x_scale, __half* operand,
+                             __half* h_operand, float* sums, cudaStream_t stream) {
+  const auto kernel = parts == 3   ? sigmoid_gradient_kernel<3>
+                      : parts == 1 ? sigmoid_gradient_kernel<1>
+                                   : sigmoid_gradient_kernel<0>;
+  kernel<<<strips(batch, padded), kThreads, 0, stream>>>(dh, h, batch, padded, scales, correction, w2_scale, x_scale, operand,
+                                                        h_operand, sums);
+  return cudaGetLastError();
+}
+
+cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, const float* factor, float factor2,
+                    const float* column_scale, const float* row_scale, float* to, cudaStream_t stream) {
+  unscale_kernel<<<rows < 65536 ? rows : 65536, kThreads, 0, stream>>>(from, rows, cols, padded, factor, factor2,
+                                                                      column_scale, row_scale, to);
   return cudaGetLastError();
 }
 """
@@ -452,6 +651,7 @@ CPP_SOURCE = (
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -459,34 +659,43 @@ CPP_SOURCE = (
 #include <torch/library.h>
 
 #include <algorithm>
+#include <climits>
 #include <map>
 #include <mutex>
 #include <tuple>
 
 namespace {
 
+using at::Tensor;
+
 // ---- GEMM ------------------------------------------------------------------------------------------------------------
 
-#define CHECK_CUBLAS(call)                                                                         \
-  do {                                                                                             \
-    const cublasStatus_t status = (call);                                                          \
-    TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, #call, ": ", cublasLtGetStatusString(status));    \
+#define CHECK_CUBLAS(call)                                                                      \
+  do {                                                                                          \
+    const cublasStatus_t status = (call);                                                       \
+    TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, #call, ": ", cublasLtGetStatusString(status)); \
   } while (0)
 
-// product (rows, cols) = operand (rows, k) @ weight (cols, k).T, all row-major, float16 in, float32 out. cuBLAS is
-// column-major, where a row-major matrix is its own transpose. So it is asked for product.T (cols, rows), which is
-// weight @ operand.T: the weight's memory transposed (op T, leading dimension k), the operand's as it is (op N, k).
+// product (rows, cols), float32, of two float16 matrices, all row-major; either operand (rows, k) @ weight (cols, k).T or,
+// with `over_rows`, operand (k, rows).T @ weight (k, cols). cuBLAS is column-major, where a row-major matrix is its own
+// transpose. So it is asked for product.T (cols, rows) = weight @ operand.T: in its eyes the memory of weight is (k, cols),
+// to be transposed, and that of operand (k, rows); with `over_rows` (cols, k), and (rows, k), to be transposed.
 struct Gemm {
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t weight, operand, product;
   cublasLtMatmulAlgo_t algorithm;
 
-  Gemm(cublasLtHandle_t handle, int64_t rows, int64_t cols, int64_t k) {
-    const cublasOperation_t transpose = CUBLAS_OP_T;
+  Gemm(cublasLtHandle_t handle, int64_t rows, int64_t cols, int64_t k, bool over_rows) {
+    const cublasOperation_t as_it_is = CUBLAS_OP_N, transposed = CUBLAS_OP_T;
     CHECK_CUBLAS(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof(transpose)));
-    CHECK_CUBLAS(cublasLtMatrixLayoutInit(&weight, CUDA_R_16F, k, cols, k));
-    CHECK_CUBLAS(cublasLtMatrixLayoutInit(&operand, CUDA_R_16F, k, rows, k));
+    CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSA,
+                                                over_rows ? &as_it_is : &transposed, sizeof(cublasOperation_t)));
+    CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSB,
+                                                over_rows ? &transposed : &as_it_is, sizeof(cublasOperation_t)));
+    CHECK_CUBLAS(over_rows ? cublasLtMatrixLayoutInit(&weight, CUDA_R_16F, cols, k, cols)
+                           : cublasLtMatrixLayoutInit(&weight, CUDA_R_16F, k, cols, k));
+    CHECK_CUBLAS(over_rows ? cublasLtMatrixLayoutInit(&operand, CUDA_R_16F, rows, k, rows)
+                           : cublasLtMatrixLayoutInit(&operand, CUDA_R_16F, k, rows, k));
     CHECK_CUBLAS(cublasLtMatrixLayoutInit(&product, CUDA_R_32F, cols, rows, cols));
     cublasLtMatmulPreferenceOpaque_t preference;  // as it is initialised it allows no workspace, and so no split-K
     CHECK_CUBLAS(cublasLtMatmulPreferenceInit(&preference));
@@ -513,138 +722,351 @@ struct Gemm {
   }
 };
 
-void gemm(const __half* operand, const at::Tensor& weight, float* product, int64_t rows, cudaStream_t stream) {
+void gemm(const void* operand, const void* weight, float* product, int64_t rows, int64_t cols, int64_t k,
+          cudaStream_t stream, bool over_rows = false, float alpha = 1.f, float beta = 0.f) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, int64_t, int64_t, int64_t>, Gemm> plans;  // asking cuBLAS takes microseconds
-  const int64_t cols = weight.size(0), k = weight.size(1);
+  static std::map<std::tuple<int, int64_t, int64_t, int64_t, bool>, Gemm> plans;  // asking cuBLAS takes microseconds
   const auto handle = at::cuda::getCurrentCUDABlasLtHandle();
   Gemm* plan;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto key = std::make_tuple(int{weight.get_device()}, rows, cols, k);
+    const auto key = std::make_tuple(int{c10::cuda::current_device()}, rows, cols, k, over_rows);
     auto found = plans.find(key);
-    if (found == plans.end()) found = plans.emplace(key, Gemm(handle, rows, cols, k)).first;
+    if (found == plans.end()) found = plans.emplace(key, Gemm(handle, rows, cols, k, over_rows)).first;
     plan = &found->second;
   }
-  const float one = 1.f, zero = 0.f;
-  CHECK_CUBLAS(cublasLtMatmul(handle, &plan->operation,                                  //
-                              &one, weight.const_data_ptr(), &plan->weight,              // A
-                              operand, &plan->operand,                                   // B
-                              &zero, product, &plan->product, product, &plan->product,   // C, not read, and D
+  CHECK_CUBLAS(cublasLtMatmul(handle, &plan->operation,                                 //
+                              &alpha, weight, &plan->weight,                            // A
+                              operand, &plan->operand,                                  // B
+                              &beta, product, &plan->product, product, &plan->product,  // C and D
                               &plan->algorithm, /*workspace=*/nullptr, 0, stream));
+}
+
+// A tensor core truncates at each step of 16 along K. On average a sum loses 0.14 * 2^-23 of its final value a step:
+// measured on sm_90 at K = 2048 and 4096, for uniform and normal data, and taken out by this factor; not known elsewhere.
+float correction(int64_t k) {
+  return static_cast<float>(1 + (at::cuda::getCurrentDeviceProperties()->major == 9 ? 0.14 * 0x1p-23 * k / 16 : 0.));
 }
 
 // ---- Forms -----------------------------------------------------------------------------------------------------------
 
-#define CHECK_LAUNCH(call)                                                                     \
-  do {                                                                                         \
-    const cudaError_t error = (call);                                                          \
-    TORCH_CHECK(error == cudaSuccess, #call " was not launched: ", cudaGetErrorString(error)); \
+#define CHECK_LAUNCH(call)                                                                      \
+  do {                                                                                          \
+    const cudaError_t error = (call);                                                           \
+    TORCH_CHECK(error == cudaSuccess, #call, " was not launched: ", cudaGetErrorString(error)); \
   } while (0)
 
 int64_t pad(int64_t n) { return (n + 7) / 8 * 8; }  // 16 bytes of float16
 
-__half* halves(const at::Tensor& t) { return static_cast<__half*>(t.mutable_data_ptr()); }
+float* floats(const Tensor& t) { return t.mutable_data_ptr<float>(); }
+__half* halves(const Tensor& t) { return static_cast<__half*>(t.mutable_data_ptr()); }
+Tensor empty(at::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype = at::kFloat) {
+  return at::empty(sizes, like.options().dtype(dtype));
+}
 
-// A weight's operand, and the facts about its rows; the tensors hold the memory that `view` points to.
-struct SplitWeight {
-  at::Tensor operand, facts;
+// The tensors that hold the memory of a Weight's operand and of what is known of its rows.
+struct WeightMemory {
+  Tensor operand, facts;
   Weight view;
 
-  SplitWeight(int parts, const at::Tensor& weight, const at::Tensor& bias, bool sums, cudaStream_t stream) {
-    const int64_t rows = weight.size(0), cols = weight.size(1), rows8 = pad(rows), cols8 = pad(cols);
-    operand = at::empty({rows8, parts * cols8}, weight.options().dtype(at::kHalf));
-    facts = at::empty({4 * rows8 + 2}, weight.options());
-    float *scale = facts.mutable_data_ptr<float>(), *doubt = scale + rows8, *half_sum = doubt + rows8;
-    float *padded_bias = half_sum + rows8, *largest = padded_bias + rows8;
-    view = {weight.const_data_ptr<float>(), padded_bias, scale, doubt, half_sum, largest, rows, cols};
-    C10_CUDA_CHECK(cudaMemsetAsync(scale, 0, facts.numel() * sizeof(float), stream));
-    C10_CUDA_CHECK(cudaMemcpyAsync(padded_bias, bias.const_data_ptr<float>(), rows * sizeof(float),
-                                   cudaMemcpyDeviceToDevice, stream));
-    C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + rows * parts * cols8, 0,
-                                   (rows8 - rows) * parts * cols8 * sizeof(__half), stream));
-    CHECK_LAUNCH(split_weight(parts, view.matrix, rows, cols, cols8, halves(operand), scale, doubt,
-                              sums ? half_sum : nullptr, largest, stream));
+  WeightMemory(int parts, const Tensor& weight, const Tensor& bias, float* largest) {
+    const int rows = weight.size(0), cols = weight.size(1), rows8 = pad(rows), cols8 = pad(cols);
+    operand = empty({rows8, parts * cols8}, weight, at::kHalf);
+    facts = empty({4, rows8}, weight);
+    float* f = floats(facts);
+    view = {weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), rows, cols, rows8, cols8,
+            halves(operand), f, f + rows8, f + 2 * rows8, f + 3 * rows8, largest};
   }
 };
 
-// Float16 products on the tensor cores, in slices of the batch, which bound the memory: at the problem's sizes they take
-// less than half of what eager PyTorch takes. Both slices fill whole waves of tiles there.
-void split_form(int parts, const at::Tensor& x, const at::Tensor& weight1, const at::Tensor& bias1,
-                const at::Tensor& weight2, const at::Tensor& bias2, const at::Tensor& out, int64_t slice_rows, cudaStream_t stream) {
-  const int64_t batch = x.size(0), input = x.size(1), stride = x.stride(0);
-  const int64_t input8 = pad(input), hidden8 = pad(weight1.size(0)), output8 = pad(weight2.size(0));
-  const int64_t slice = std::min<int64_t>(batch, slice_rows ? slice_rows : parts == 3 ? 4096 : 8192);
+// Rows of the batch at a time, which bounds the memory: at the problem's sizes less than half of what eager PyTorch takes,
+// in whole waves of tiles.
+int64_t slice_rows(int parts, int64_t batch, int64_t widest) {
+  const int64_t rows = (parts == 3 ? int64_t{1} << 24 : int64_t{1} << 25) / widest / 128 * 128;
+  return std::min(batch, std::max<int64_t>(rows, 128));
+}
 
-  // A tensor core truncates at each step of 16 along K. On average a sum loses 0.14 * 2^-23 of its final value a step:
-  // measured on sm_90 at K = 2048 and 4096, for uniform and normal data, and taken out here; not known elsewhere.
-  const double lost_per_step = at::cuda::getCurrentDeviceProperties()->major == 9 ? 0.14 * 0x1p-23 : 0.;
-  const float correction1 = static_cast<float>(1 + lost_per_step * input8 / 16);
-  const float correction2 = static_cast<float>(1 + lost_per_step * hidden8 / 16);
+// What the gradients need of the forward: h (batch, padded hidden), y + b2 (batch, padded output), the scale of x (batch).
+struct Kept {
+  Tensor h, y, x_scale;
+};
 
-  const SplitWeight w1(parts, weight1, bias1, false, stream), w2(parts, weight2, bias2, true, stream);
-  const auto f32 = x.options();
-  const auto operand = at::empty({slice * parts * std::max(input8, hidden8)}, f32.dtype(at::kHalf));  // x's, then h's
-  const auto product = at::empty({slice * hidden8}, f32), logits = at::empty({slice * output8}, f32);
-  const auto facts = at::empty({3 * slice}, f32), flags = at::empty({2 * slice}, f32.dtype(at::kBool));
-  float *x_scale = facts.mutable_data_ptr<float>(), *x_doubt = x_scale + slice, *h_doubt = x_doubt + slice;
+// Float16 products on the tensor cores.
+void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2,
+                const Tensor& bias2, const Tensor& out, Kept* kept, cudaStream_t stream) {
+  const int64_t batch = x.size(0), input = x.size(1), stride = x.stride(0), input8 = pad(input);
+  const auto largest = empty({4}, x);
+  C10_CUDA_CHECK(cudaMemsetAsync(floats(largest), 0, 4 * sizeof(float), stream));
+  const WeightMemory w1(parts, weight1, bias1, floats(largest)), w2(parts, weight2, bias2, floats(largest) + 2);
+  CHECK_LAUNCH(split_weights(parts, w1.view, w2.view, stream));
+  const int64_t hidden8 = w1.view.padded_rows, output8 = w2.view.padded_rows;
+
+  const int64_t slice = slice_rows(parts, batch, std::max({input8, hidden8, output8}));
+  const auto operand = empty({slice * parts * std::max(input8, hidden8)}, x, at::kHalf);  // x's and then h's
+  const int64_t held = kept ? batch : slice;
+  const auto product = empty({held, hidden8}, x), logits = empty({held, output8}, x), x_scale = empty({held}, x);
+  const auto doubts = empty({2, slice}, x), flags = empty({2, slice}, x, at::kBool);
+  float *x_doubt = floats(doubts), *h_doubt = x_doubt + slice;
   bool *repaired = flags.mutable_data_ptr<bool>(), *centred = repaired + slice;
-  const Hidden hidden{product.mutable_data_ptr<float>(), hidden8, x_scale, repaired, w1.view};
-  float* y = logits.mutable_data_ptr<float>();
 
   for (int64_t begin = 0; begin < batch; begin += slice) {
-    const int64_t rows = std::min(slice, batch - begin);
+    const int64_t rows = std::min(slice, batch - begin), at = kept ? begin : 0;
     const float* x_rows = x.const_data_ptr<float>() + begin * stride;
-    CHECK_LAUNCH(split_rows(parts, x_rows, rows, stride, input, input8, correction1, halves(operand), x_scale, x_doubt, stream));
-    gemm(halves(operand), w1.operand, hidden.product, rows, stream);
+    const Hidden hidden{floats(product) + at * hidden8, floats(x_scale) + at, correction(input8), repaired, kept != nullptr,
+                        w1.view};
+    float* y = floats(logits) + at * output8;
+    CHECK_LAUNCH(split_rows(parts, x_rows, rows, stride, input, input8, halves(operand), floats(x_scale) + at, x_doubt, stream));
+    gemm(halves(operand), w1.view.operand, hidden.product, rows, hidden8, parts * input8, stream);
     CHECK_LAUNCH(bias_sigmoid(parts, rows, hidden, x_rows, stride, x_doubt, w2.view.largest, halves(operand), h_doubt,
                               centred, stream));
-    gemm(halves(operand), w2.operand, y, rows, stream);
-    CHECK_LAUNCH(bias_logsumexp(rows, y, output8, correction2 * 0x1p-15f, hidden, h_doubt, centred, w2.view,
-                                out.mutable_data_ptr<float>() + begin, stream));
+    gemm(halves(operand), w2.view.operand, y, rows, output8, parts * hidden8, stream);
+    CHECK_LAUNCH(bias_logsumexp(rows, y, correction(hidden8) * 0x1p-15f, kept != nullptr, hidden, h_doubt, centred, w2.view,
+                                floats(out) + begin, stream));
   }
+  if (kept) *kept = {product, logits, x_scale};
 }
 
 // cuBLAS as PyTorch calls it, at the precision that PyTorch's switch asks for.
-void plain_form(const at::Tensor& x, const at::Tensor& weight1, const at::Tensor& bias1, const at::Tensor& weight2,
-                const at::Tensor& bias2, const at::Tensor& out, cudaStream_t stream) {
+void plain_form(const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2, const Tensor& bias2,
+                const Tensor& out, Kept* kept, cudaStream_t stream) {
   const int64_t batch = x.size(0), hidden = weight1.size(0), output = weight2.size(0);
-  const auto h = at::mm(x, weight1.t());  // (batch, hidden)
-  CHECK_LAUNCH(bias_sigmoid_in_place(h.mutable_data_ptr<float>(), h.numel(), bias1.const_data_ptr<float>(), hidden, stream));
-  const auto y = at::mm(h, weight2.t());  // (batch, output)
+  const auto product = empty({batch, pad(hidden)}, x), logits = empty({batch, pad(output)}, x);
+  auto h = product.narrow(1, 0, hidden), y = logits.narrow(1, 0, output);
+  at::mm_out(h, x, weight1.t());
+  CHECK_LAUNCH(bias_sigmoid_in_place(floats(product), batch, hidden, pad(hidden), bias1.const_data_ptr<float>(), stream));
+  at::mm_out(y, h, weight2.t());
   Weight weight{};
-  weight.bias = bias2.const_data_ptr<float>(), weight.rows = output;
-  CHECK_LAUNCH(bias_logsumexp(batch, y.mutable_data_ptr<float>(), output, 0.f, {}, nullptr, nullptr, weight,
-                              out.mutable_data_ptr<float>(), stream));
+  weight.bias = bias2.const_data_ptr<float>(), weight.rows = output, weight.padded_rows = pad(output);
+  CHECK_LAUNCH(bias_logsumexp(batch, floats(logits), 0.f, kept != nullptr, {}, nullptr, nullptr, weight, floats(out), stream));
+  if (kept) *kept = {product, logits, empty({batch}, x)};
+}
+
+struct Gradients {
+  Tensor x, weight1, bias1, weight2, bias2;
+};
+
+// Which gradients are asked for: of x, of the first layer, of the second.
+struct Needs {
+  bool x, first, second;
+};
+
+// The gradients by the same products. Weights are transposed before they are split, so that sums run along rows.
+Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const Tensor& weight1, const Tensor& weight2,
+                          const Tensor& out, const Kept& kept, Needs needs, cudaStream_t stream) {
+  const int64_t batch = x.size(0), input = x.size(1), hidden = weight1.size(0), output = weight2.size(0);
+  const int64_t input8 = pad(input), hidden8 = pad(hidden), output8 = pad(output);
+  const auto split_transposed = [&](const Tensor& weight) {
+    const auto rows = weight.t().contiguous();
+    const int64_t count = rows.size(0), cols = rows.size(1), count8 = pad(count), cols8 = pad(cols);
+    const auto operand = empty({count8, parts * cols8}, x, at::kHalf), scale = empty({2, count8}, x);
+    C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + count * parts * cols8, 0,
+                                   (count8 - count) * parts * cols8 * sizeof(__half), stream));
+    C10_CUDA_CHECK(cudaMemsetAsync(floats(scale), 0, scale.numel() * sizeof(float), stream));
+    CHECK_LAUNCH(split_rows(parts, floats(rows), count, cols, cols, cols8, halves(operand), floats(scale),
+                            floats(scale) + count8, stream));
+    return std::make_pair(operand, scale);
+  };
+  const auto [w2, w2_scale] = split_transposed(weight2);
+  const auto [w1, w1_scale] = needs.x ? split_transposed(weight1) : std::pair<Tensor, Tensor>();
+  const auto scales = empty({4}, x);
+  const float* x_scale = kept.x_scale.const_data_ptr<float>();
+  CHECK_LAUNCH(gradient_scales(grad.const_data_ptr<float>(), x_scale, batch, floats(w2_scale), hidden, floats(scales), stream));
+
+  const int64_t slice = slice_rows(parts, batch, std::max({input8, hidden8, output8}));
+  const auto dy = empty({slice, parts * output8}, x, at::kHalf), dz = empty({slice, parts * hidden8}, x, at::kHalf);
+  const auto h_operand = empty({slice, parts * hidden8}, x, at::kHalf);
+  const auto x_operand = empty({slice, parts * input8}, x, at::kHalf);
+  const auto dh = empty({slice, hidden8}, x), x_facts = empty({2, slice}, x);
+  const int64_t strips = (batch + slice - 1) / slice * ((slice + kStrip - 1) / kStrip);
+  const auto sums1 = empty({strips, hidden8}, x), sums2 = empty({strips, output8}, x);
+  const auto raw1 = empty({hidden8, input8}, x), raw2 = empty({output8, hidden8}, x);
+  Gradients d;
+  const auto raw_x = needs.x ? empty({slice, input8}, x) : Tensor();
+  if (needs.x) d.x = empty({batch, input}, x);
+  int64_t strip = 0;
+  for (int64_t begin = 0; begin < batch; begin += slice) {
+    const int64_t rows = std::min(slice, batch - begin);
+    const float alpha = correction(parts * rows), beta = begin > 0 ? 1.f : 0.f;
+    CHECK_LAUNCH(softmax_gradient(parts, grad.const_data_ptr<float>() + begin, floats(kept.y) + begin * output8,
+                                  out.const_data_ptr<float>() + begin, rows, output, output8, floats(scales), halves(dy),
+                                  nullptr, floats(sums2) + strip * output8, stream));
+    gemm(halves(dy), halves(w2), floats(dh), rows, hidden8, parts * output8, stream);
+    CHECK_LAUNCH(sigmoid_gradient(parts, floats(dh), floats(kept.h) + begin * hidden8, rows, hidden8, floats(scales),
+                                  correction(output8), floats(w2_scale), x_scale + begin, halves(dz), halves(h_operand),
+                                  floats(sums1) + strip * hidden8, stream));
+    if (needs.second)
+      gemm(halves(dy), halves(h_operand), floats(raw2), output8, hidden8, parts * rows, stream, true, alpha, beta);
+    if (needs.first) {
+      CHECK_LAUNCH(split_rows(parts, x.const_data_ptr<float>() + begin * x.stride(0), rows, x.stride(0), input, input8,
+                              halves(x_operand), floats(x_facts), floats(x_facts) + slice, stream));
+      gemm(halves(dz), halves(x_operand), floats(raw1), hidden8, input8, parts * rows, stream, true, alpha, beta);
+    }
+    if (needs.x) {
+      gemm(halves(dz), halves(w1), floats(raw_x), rows, input8, parts * hidden8, stream);
+      CHECK_LAUNCH(unscale(floats(raw_x), rows, input, input8, floats(scales) + 3, correction(hidden8), floats(w1_scale),
+                           x_scale + begin, floats(d.x) + begin * input, stream));
+    }
+    strip += (rows + kStrip - 1) / kStrip;
+  }
+  const auto total = [&](const Tensor& sums, int64_t cols) { return at::sum(sums.narrow(0, 0, strip).narrow(1, 0, cols), 0); };
+  if (needs.first) {
+    d.weight1 = empty({hidden, input}, x), d.bias1 = total(sums1, hidden);
+    CHECK_LAUNCH(unscale(floats(raw1), hidden, input, input8, floats(scales) + 3, 1.f, nullptr, nullptr, floats(d.weight1), stream));
+  }
+  if (needs.second) {
+    d.weight2 = empty({output, hidden}, x), d.bias2 = total(sums2, output);
+    CHECK_LAUNCH(unscale(floats(raw2), output, hidden, hidden8, floats(scales) + 1, 0x1p-15f, nullptr, nullptr,
+                         floats(d.weight2), stream));
+  }
+  return d;
+}
+
+Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& weight1, const Tensor& weight2,
+                          const Tensor& out, const Kept& kept, Needs needs, cudaStream_t stream) {
+  const int64_t batch = x.size(0), hidden = weight1.size(0), output = weight2.size(0);
+  const int64_t hidden8 = pad(hidden), output8 = pad(output), strips = (batch + kStrip - 1) / kStrip;
+  const auto dy8 = empty({batch, output8}, x), dh8 = empty({batch, hidden8}, x);
+  const auto sums1 = empty({strips, hidden8}, x), sums2 = empty({strips, output8}, x);
+  CHECK_LAUNCH(softmax_gradient(0, grad.const_data_ptr<float>(), floats(kept.y), out.const_data_ptr<float>(), batch, output,
+                                output8, nullptr, nullptr, floats(dy8), floats(sums2), stream));
+  const auto dy = dy8.narrow(1, 0, output), h = kept.h.narrow(1, 0, hidden);
+  auto dh = dh8.narrow(1, 0, hidden);
+  at::mm_out(dh, dy, weight2);
+  CHECK_LAUNCH(sigmoid_gradient(0, floats(dh8), floats(kept.h), batch, hidden8, nullptr, 1.f, nullptr, nullptr, nullptr,
+                                nullptr, floats(sums1), stream));
+  Gradients d;
+  if (needs.x) d.x = at::mm(dh, weight1);
+  if (needs.first) d.weight1 = at::mm(dh.t(), x), d.bias1 = at::sum(sums1.narrow(1, 0, hidden), 0);
+  if (needs.second) d.weight2 = at::mm(dy.t(), h), d.bias2 = at::sum(sums2.narrow(1, 0, output), 0);
+  return d;
 }
 
 // ---- Operators -------------------------------------------------------------------------------------------------------
 
-at::Tensor forward(const at::Tensor& x, const at::Tensor& weight1, const at::Tensor& bias1, const at::Tensor& weight2,
-                   const at::Tensor& bias2, bool tf32, std::optional<bool> split, int64_t slice) {
-  const c10::cuda::CUDAGuard guard(x.device());
-  const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-  const auto rows = x.stride(1) == 1 ? x : x.contiguous();
-  const auto w1 = weight1.contiguous(), b1 = bias1.contiguous(), w2 = weight2.contiguous(), b2 = bias2.contiguous();
-  const auto out = at::empty({x.size(0)}, x.options());
-  const double products = double(x.size(0)) * w1.size(0) * (w1.size(1) + w2.size(0));
-  if (split.value_or(products > 2e9)) split_form(tf32 ? 1 : 3, rows, w1, b1, w2, b2, out, slice, stream);
-  else plain_form(rows, w1, b1, w2, b2, out, stream);
-  return out;
+// Whether the split form is the quicker one.
+bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, std::optional<bool> asked) {
+  const double products = double(x.size(0)) * weight1.size(0) * (weight1.size(1) + weight2.size(0));
+  return asked.value_or(products > (tf32 ? 1.2e10 : 2e9));
 }
 
-at::Tensor forward_shape(const at::Tensor& x, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                         bool, std::optional<bool>, int64_t) {
+void check(const Tensor& t, const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
+  TORCH_CHECK(t.is_cuda() && t.device() == x.device() && t.scalar_type() == at::kFloat, name,
+              " must be float32 on the GPU of x (", x.device(), "), but it is ", t.scalar_type(), " on ", t.device());
+  TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes), name, " must be of shape ", at::IntArrayRef(sizes), ", but it is of ", t.sizes());
+  TORCH_CHECK(t.numel() > 0 && *std::max_element(t.sizes().begin() + (t.dim() > 1), t.sizes().end()) < INT_MAX - 4096, name,
+              " must not be empty, nor wider than an int holds, but it is of shape ", t.sizes());
+}
+
+// Rows that are contiguous in memory, however far apart.
+Tensor rows_of(const Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }
+
+std::pair<Tensor, Kept> run(const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2,
+                            const Tensor& bias2, bool tf32, std::optional<bool> split, bool keep) {
+  TORCH_CHECK(x.dim() == 2 && bias1.dim() == 1 && bias2.dim() == 1, "x must have two dimensions and the biases one, got ",
+              x.dim(), ", ", bias1.dim(), " and ", bias2.dim());
+  check(x, "x", x, {x.size(0), x.size(1)});
+  check(weight1, "weight1", x, {bias1.size(0), x.size(1)});
+  check(bias1, "bias1", x, {bias1.size(0)});
+  check(weight2, "weight2", x, {bias2.size(0), bias1.size(0)});
+  check(bias2, "bias2", x, {bias2.size(0)});
+  const c10::cuda::CUDAGuard guard(x.device());
+  const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+  const auto out = empty({x.size(0)}, x);
+  const auto rows = rows_of(x), w1 = weight1.contiguous(), b1 = bias1.contiguous(), w2 = weight2.contiguous();
+  const auto b2 = bias2.contiguous();
+  Kept kept;
+  if (splits(x, w1, w2, tf32, split)) split_form(tf32 ? 1 : 3, rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
+  else plain_form(rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
+  return {out, kept};
+}
+
+Tensor forward(const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2, const Tensor& bias2,
+               bool tf32, std::optional<bool> split) {
+  return run(x, weight1, bias1, weight2, bias2, tf32, split, false).first;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_keeping(const Tensor& x, const Tensor& weight1, const Tensor& bias1,
+                                                           const Tensor& weight2, const Tensor& bias2, bool tf32,
+                                                           std::optional<bool> split) {
+  const auto [out, kept] = run(x, weight1, bias1, weight2, bias2, tf32, split, true);
+  return {out, kept.h, kept.y, kept.x_scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& grad, const Tensor& x, const Tensor& weight1,
+                                                             const Tensor& weight2, const Tensor& out, const Tensor& h,
+                                                             const Tensor& y, const Tensor& x_scale, bool tf32,
+                                                             bool need_x, bool need_first, bool need_second,
+                                                             std::optional<bool> split) {
+  TORCH_CHECK(x.dim() == 2 && weight1.dim() == 2 && weight2.dim() == 2, "x and the weights must have two dimensions, got ",
+              x.dim(), ", ", weight1.dim(), " and ", weight2.dim());
+  const int64_t batch = x.size(0), hidden = weight1.size(0), output = weight2.size(0);
+  check(x, "x", x, {batch, x.size(1)});
+  check(weight1, "weight1", x, {hidden, x.size(1)});
+  check(weight2, "weight2", x, {output, hidden});
+  check(grad, "grad", x, {batch});
+  check(out, "out", x, {batch});
+  check(h, "h", x, {batch, pad(hidden)});
+  check(y, "y", x, {batch, pad(output)});
+  check(x_scale, "x_scale", x, {batch});
+  const c10::cuda::CUDAGuard guard(x.device());
+  const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+  const Kept kept{h.contiguous(), y.contiguous(), x_scale.contiguous()};
+  const auto g = grad.contiguous(), rows = rows_of(x), w1 = weight1.contiguous(), w2 = weight2.contiguous();
+  const Needs needs{need_x, need_first, need_second};
+  const auto d = splits(x, w1, w2, tf32, split)
+                     ? split_gradients(tf32 ? 1 : 3, g, rows, w1, w2, out.contiguous(), kept, needs, stream)
+                     : plain_gradients(g, rows, w1, w2, out.contiguous(), kept, needs, stream);
+  const auto or_nothing = [&](const Tensor& t) { return t.defined() ? t : empty({0}, x); };
+  return {or_nothing(d.x), or_nothing(d.weight1), or_nothing(d.bias1), or_nothing(d.weight2), or_nothing(d.bias2)};
+}
+
+// The same operators on tensors without data, for torch.compile: the shapes of the results.
+c10::SymInt pad(const c10::SymInt& n) { return (n + 7) / 8 * 8; }
+
+Tensor forward_shape(const Tensor& x, const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, std::optional<bool>) {
   return at::empty_symint({x.sym_size(0)}, x.options());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_keeping_shape(const Tensor& x, const Tensor&, const Tensor& bias1,
+                                                                 const Tensor&, const Tensor& bias2, bool,
+                                                                 std::optional<bool>) {
+  const auto batch = x.sym_size(0);
+  return {at::empty_symint({batch}, x.options()), at::empty_symint({batch, pad(bias1.sym_size(0))}, x.options()),
+          at::empty_symint({batch, pad(bias2.sym_size(0))}, x.options()), at::empty_symint({batch}, x.options())};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients_shape(const Tensor&, const Tensor& x, const Tensor& weight1,
+                                                                   const Tensor& weight2, const Tensor&, const Tensor&,
+                                                                   const Tensor&, const Tensor&, bool, bool need_x,
+                                                                   bool need_first, bool need_second, std::optional<bool>) {
+  const auto like = [&](bool needed, c10::SymIntArrayRef sizes) {
+    return needed ? at::empty_symint(sizes, x.options()) : empty({0}, x);
+  };
+  const auto hidden = weight1.sym_size(0), output = weight2.sym_size(0);
+  return {like(need_x, x.sym_sizes()), like(need_first, weight1.sym_sizes()), like(need_first, {hidden}),
+          like(need_second, weight2.sym_sizes()), like(need_second, {output})};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(EXTENSION_NAMESPACE, m) {
-  m.def("forward(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2, bool tf32, bool? split=None, int slice=0) -> Tensor");
+  m.def("forward(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2, bool tf32, bool? split=None) -> Tensor");
+  m.def("forward_keeping(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2, bool tf32, "
+        "bool? split=None) -> (Tensor out, Tensor h, Tensor y, Tensor x_scale)");
+  m.def("gradients(Tensor grad, Tensor x, Tensor weight1, Tensor weight2, Tensor out, Tensor h, Tensor y, Tensor x_scale, "
+        "bool tf32, bool need_x, bool need_first, bool need_second, bool? split=None) -> "
+        "(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2)");
 }
-TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, CUDA, m) { m.impl("forward", forward); }
-TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, Meta, m) { m.impl("forward", forward_shape); }
+TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, CUDA, m) {
+  m.impl("forward", forward);
+  m.impl("forward_keeping", forward_keeping);
+  m.impl("gradients", gradients);
+}
+TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, Meta, m) {
+  m.impl("forward", forward_shape);
+  m.impl("forward_keeping", forward_keeping_shape);
+  m.impl("gradients", gradients_shape);
+}
 """
 )
 
@@ -652,6 +1074,8 @@ CXX_FLAGS = ["-O1"]
 NVCC_FLAGS = ["-O3"]
 
 # --- build block: the same text in every solution of this project (tests/test_build.py compares them) ---
+
+_TOOLKIT = f'pip install "cuda-toolkit[nvcc,cccl]=={torch.version.cuda}.*"'
 
 
 class _Explain(contextlib.AbstractContextManager):
@@ -715,7 +1139,7 @@ def _find_nvcc():
     The first of: CUDA_HOME, CUDA_PATH (where set, nothing else is tried), PATH, /usr/local/cuda, the pip packages.
     """
     cuda, major = torch.version.cuda, torch.version.cuda.split(".")[0]
-    advice = f'Set CUDA_HOME to a CUDA {major} toolkit, or: pip install "cuda-toolkit[nvcc,cccl]=={cuda}.*"'
+    advice = f"Set CUDA_HOME to a CUDA {major} toolkit, or: {_TOOLKIT}"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     packaged = [path for folder in _pip_folders() for path in glob.glob(f"{glob.escape(folder)}/*/bin/nvcc")]
     places = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *packaged]
@@ -745,9 +1169,9 @@ def _find_ninja():
     return ninja
 
 
-def _writable(folder):
+def _writable(folder, mode=0o777):
     with contextlib.suppress(OSError):
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.makedirs(folder, mode, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return True
     return False
@@ -763,7 +1187,7 @@ def _cache(name):
     if os.path.exists(f"{folder}/{name}/{name}.so") or (not homeless and _writable(folder)):
         return folder
     own = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
-    if not chosen and _writable(own):
+    if not chosen and _writable(own, 0o700):
         found = os.lstat(own)  # /tmp is everyone's: what another user can write must not be loaded
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return own
@@ -862,7 +1286,7 @@ def build():
                 f"{EXTENSION} needs 64 MiB in {cache}: make room, or export TORCH_EXTENSIONS_DIR=elsewhere"
             )
         print(f"{EXTENSION}: compiling for CUDA, once, into {cache}/{name}", file=sys.stderr, flush=True)
-        advice = f"The compilers were {nvcc} and its g++: set CUDA_HOME, CC and CXX to choose others"
+        advice = f"CUDA_HOME, CC and CXX choose other compilers than {nvcc} and g++; for a missing header: {_TOOLKIT}"
         # One lock for all builds of this project, since they set variables of PyTorch's for a while.
         with _Explain(f"{EXTENSION} could not be built", advice), _lock(f"{cache}/build.flock"):
             if not os.path.exists(library):
@@ -924,17 +1348,25 @@ def _gradients(grad, x, weight1, bias1, weight2, bias2):
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(x, weight1, bias1, weight2, bias2, tf32):
-        return extension(x.device.index).forward(x, weight1, bias1, weight2, bias2, tf32)
+        return extension(x.device.index).forward_keeping(x, weight1, bias1, weight2, bias2, tf32)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         *tensors, ctx.tf32 = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx, grad):
-        gradients = _gradients(grad, *ctx.saved_tensors)
-        return *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)), None
+    def backward(ctx, grad, *_):
+        x, weight1, bias1, weight2, bias2, out, h, y, x_scale = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
+            found = _gradients(grad, x, weight1, bias1, weight2, bias2)
+        else:
+            found = extension(x.device.index).gradients(
+                grad, x, weight1, weight2, out, h, y, x_scale, ctx.tf32, needs[0], needs[1] or needs[2], needs[3] or needs[4]
+            )
+        return *(g if needed else None for g, needed in zip(found, needs, strict=False)), None
 
 
 def _is_plain(linear):
@@ -1007,5 +1439,7 @@ class ModelNew(nn.Module):
             _check(x, linear1)
             parameters = linear1.weight, linear1.bias, linear2.weight, linear2.bias
             if _fits_fused(x, *parameters):
-                return _Fused.apply(x, *parameters, _tf32())
+                if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters)):
+                    return _Fused.apply(x, *parameters, _tf32())[0]
+                return extension(x.device.index).forward(x, *parameters, _tf32())
         return torch.logsumexp(linear2(torch.sigmoid(linear1(x))), dim=1)
