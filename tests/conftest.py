@@ -1,8 +1,10 @@
-"""What the tests share: the project's folder on the import path, and skips, with the reason, for what is missing here."""
+"""What the tests share: the project's folder on the import path, and skips, with the reason, for what is missing."""
 
+import functools
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,3 +19,117 @@ def pytest_collection_modifyitems(items):
         needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
         if gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), this machine has {gpus}"))
+
+
+# ---- What the tests of the drop-in share (test_module*.py) -----------------------------------------------------------
+
+
+class _Held:
+    """The fused operators, each held to one of its forms: float16 products (``split``) or plain cuBLAS."""
+
+    def __init__(self, operators, split):
+        self.operators, self.split = operators, split
+
+    def __getattr__(self, name):
+        operator = getattr(self.operators, name)
+        chooses = any(argument.name == "split" for argument in operator.default._schema.arguments)
+        return functools.partial(operator, split=self.split) if chooses else operator
+
+
+@pytest.fixture
+def hold(monkeypatch):
+    """``hold(split)``: from now on the module's fused operators take that form, whatever the size."""
+    import model_new
+
+    extension = model_new.extension
+    return lambda split: monkeypatch.setattr(model_new, "extension", lambda index: _Held(extension(index), split))
+
+
+@pytest.fixture(params=["cpu", *(pytest.param(form, marks=pytest.mark.gpu) for form in ("plain", "split"))])
+def device(request):
+    """The CPU, and the GPU with the module held to each of its forms, which at small sizes it would not choose."""
+    if request.param == "cpu":
+        return "cpu"
+    request.getfixturevalue("hold")(request.param == "split")
+    return "cuda:0"
+
+
+@pytest.fixture
+def precision():
+    """``precision(mode)`` sets the float32 switch, to "highest" or "high"; afterwards all spellings are as before.
+
+    A test that sets another spelling asks for this fixture too.
+    """
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")  # the old spelling and, so that they agree, the new one
+    for owner in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        owner.fp32_precision = "none"
+
+
+def make_pair(*sizes, device="cpu", dtype=torch.float32, seed=0):
+    """The reference and ``ModelNew`` of these sizes (input, hidden, output), with the same parameters."""
+    from model_new import ModelNew
+    from reference import Model
+
+    torch.manual_seed(seed)
+    reference, new = Model(*sizes), ModelNew(*sizes)
+    new.load_state_dict(reference.state_dict())
+    return reference.to(device, dtype), new.to(device, dtype)
+
+
+def make_input(batch, input_size, device="cpu", dtype=torch.float32, seed=1, requires_grad=False):
+    """``x`` (batch, input), normal with standard deviation 3: sigmoids all over their range."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 3 * torch.randn(batch, input_size, generator=generator)
+    return x.to(device, dtype).requires_grad_(requires_grad)
+
+
+def check_match(actual, expected, tolerance=1e-4):
+    """Asserts that ``actual`` is of the expected shape, dtype and device and within the tolerance; NaN matches NaN."""
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def outcome(function, *arguments):
+    """What a call comes to: its result, or the exception that it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+
+
+def check_same_outcome(actual, expected, tolerance=1e-4):
+    """Asserts that two outcomes are both results that match, or both exceptions of one type."""
+    if isinstance(expected, Exception):
+        assert type(actual) is type(expected), f"got {actual!r}, the reference {expected!r}"
+    else:
+        assert not isinstance(actual, Exception), f"got {actual!r}, the reference a result"
+        check_match(actual, expected, tolerance)
+
+
+def gradients(module, x, loss=torch.sum):
+    """The gradients of ``loss(module(x))``, by name: "x" and the parameters'; those that are not asked for are None."""
+    x = x.detach().requires_grad_(x.requires_grad)
+    module.zero_grad()
+    loss(module(x)).backward()
+    return {"x": x.grad} | {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def check_gradients(new, reference, x, loss=torch.sum, tolerance=1e-4):
+    """Asserts that both modules give the same gradients, each within ``tolerance`` of its largest element."""
+    actual, expected = gradients(new, x, loss), gradients(reference, x, loss)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert actual[name] is None, f"a gradient of {name}, which the reference does not give"
+            continue
+        assert actual[name] is not None, f"no gradient of {name}"
+        largest = gradient.nan_to_num().abs().max().item() if gradient.numel() else 0
+        torch.testing.assert_close(actual[name], gradient, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def examples(count):
+    """hypothesis's settings for ``count`` examples, the same in each run."""
+    unmoved = hypothesis.HealthCheck.function_scoped_fixture  # `device` is the same for all examples
+    return hypothesis.settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[unmoved]
+    )
