@@ -517,9 +517,6 @@ def test_compile_sees_what_changes_afterwards(fresh_compiler, precision):
     check_match(compiled(x), reference(x))
     precision("high")
     check_match(compiled(x), reference(x))
-    for module in reference, new:
-        module.linear1.register_forward_hook(lambda module, args, out: out * 2)
-    check_match(compiled(x), reference(x))
 
 
 def test_export(tmp_path):
