@@ -1,12 +1,13 @@
-"""``ModelNew``: linear, sigmoid, linear, logsumexp, float32 accuracy at tensor-core speed; a drop-in for ``reference.Model``.
+"""``ModelNew``: linear, sigmoid, linear, logsumexp at float32 accuracy and tensor-core speed, in place of ``Model``.
 
     z = x @ W1.T + b1            x  (batch, input)    W1 (hidden, input)   b1 (hidden)
     h = sigmoid(z)               h  (batch, hidden)
     y = h @ W2.T + b2            W2 (output, hidden)  b2 (output)
     out[i] = log(sum_j exp(y[i, j]))                  out (batch)
 
-The file reads as the data flows backwards: the CUDA source (operands, GEMM, epilogues, operators), the build that turns
-it into a library on first use, and the module that calls it.
+The file reads from the inside out: the CUDA kernels (operands, epilogues, gradients), the operators that string them
+together with cuBLAS, the build that turns both into a library on first use, and the module that calls it. It stands
+alone: it imports nothing of its own project, and may be executed as text.
 """
 
 import contextlib
@@ -44,9 +45,9 @@ struct Weight {
   const float* matrix;  // (rows, cols), contiguous
   const float* bias;    // (rows)
   int rows, cols, padded_rows, padded_cols;
-  __half* operand;      // (padded_rows, parts * padded_cols)
+  __half* operand;                                // (padded_rows, parts * padded_cols)
   float *scale, *doubt, *padded_bias, *half_sum;  // (padded_rows); half_sum of W2 only
-  float* largest;       // (2): of all rows, the doubt and, W2 only, the ratio of the largest to the mean magnitude
+  float* largest;  // (2): of all rows, the doubt and, W2 only, the ratio of the largest to the mean magnitude
 };
 
 // The first product of a slice: z without its bias, in raw accumulators or, where repaired, in true units, until
@@ -55,16 +56,17 @@ struct Hidden {
   float* product;          // (batch, weight.padded_rows)
   const float* row_scale;  // (batch), of x
   float correction;
-  bool* repaired;          // (batch)
+  bool* repaired;  // (batch)
   bool keep;
-  Weight weight;           // W1
+  Weight weight;  // W1
 };
 
 cudaError_t split_rows(int parts, const float* x, int64_t batch, int64_t stride, int cols, int padded, __half* operand,
                        float* scale, float* doubt, cudaStream_t stream);
 cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream);
-cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride, const float* x_doubt,
-                         const float* next_largest, __half* operand, float* doubt, bool* centred, cudaStream_t stream);
+cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride,
+                         const float* x_doubt, const float* next_largest, __half* operand, float* doubt, bool* centred,
+                         cudaStream_t stream);
 cudaError_t bias_logsumexp(int64_t batch, float* product, float row_scale, bool keep, Hidden hidden, const float* doubt,
                            const bool* centred, Weight weight, float* out, cudaStream_t stream);
 cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
@@ -87,32 +89,32 @@ CUDA_SOURCE = (
     + r"""
 #include <cfloat>
 
-// ---- Operands --------------------------------------------------------------------------------------------------------
+// ---- Operands --------------------------------------------------------------------------------------------
 //
 // A float32 number a, scaled by a power of two so that its row's largest magnitude lies in [2^14, 2^15), is split into
-// hi = fp16(a) and lo = fp16(a - hi): 22 bits. Then a*b = lo*hi + hi*lo + hi*hi, short of lo*lo, which is beyond the last
-// bit. The three products are one GEMM whose K is three times as long:
+// hi = fp16(a) and lo = fp16(a - hi): 22 bits. Then a*b = lo*hi + hi*lo + hi*hi, short of lo*lo, which is beyond the
+// last bit. The three products are one GEMM whose K is three times as long:
 //
 //     operand of x and h   [ 64 lo | hi/64 | hi ]
 //     operand of W1 and W2 [ hi/64 | 64 lo | hi ]
 //
 // The small products come first, because tensor cores truncate as they accumulate, and truncate less while the sum is
-// small. The factor 64 is moved from hi to lo so that both stay clear of float16's subnormals down to 2^-23 of the row's
-// maximum. Smaller elements ("tiny" ones) are off by up to 2^-30 (where the maximum is below 2^15), times the other
-// operand's at most 2^15: a row's `doubt` is the sum of these bounds over float32's relative error 2^-24. Where a product
-// does not exceed the doubts of its row and column, the epilogue computes it anew in float32 (`repair_row`). Rows that
-// hold an infinity, or whose magnitude is beyond 2^+-90, have an infinite doubt.
+// small. The factor 64 is moved from hi to lo so that both stay clear of float16's subnormals down to 2^-23 of the
+// row's maximum. Smaller elements ("tiny" ones) are off by up to 2^-30 (where the maximum is below 2^15), times the
+// other operand's at most 2^15: a row's `doubt` is the sum of these bounds over float32's relative error 2^-24. Where a
+// product does not exceed the doubts of its row and column, the epilogue computes it anew in float32 (`repair_row`).
+// Rows that hold an infinity, or whose magnitude is beyond 2^+-90, have an infinite doubt.
 //
-// With one part ("tf32") an operand is hi alone: 11 bits, as TF32 has. There the scale maps the row's largest magnitude to
-// 2^14 itself, which float16 holds exactly: rows that a few large elements dominate gain a bit by it.
+// With one part ("tf32") an operand is hi alone: 11 bits, as TF32 has. There the scale maps the row's largest magnitude
+// to 2^14 itself, which float16 holds exactly: rows that a few large elements dominate gain a bit by it.
 
-constexpr int kExponent = 15;       // scaled magnitudes stay below 2^15: float16 holds them, float32 their products' sums
-constexpr float kShift = 64.f;      // what lo gains and hi gives in the small products
+constexpr int kExponent = 15;   // scaled magnitudes stay below 2^15: float16 holds them, float32 their products' sums
+constexpr float kShift = 64.f;  // what lo gains and hi gives in the small products
 constexpr int kExponentRange = 90;  // beyond, the scales themselves could over- or underflow
 constexpr int kThreads = 128;
-constexpr int kGroup = 4;           // elements a thread handles at once: 16 bytes of float32
-constexpr int kGroups = 8;          // groups a thread keeps in registers
-constexpr int kChunk = kThreads * kGroup * kGroups;  // columns a block keeps in registers
+constexpr int kGroup = 4;     // elements a thread handles at once: 16 bytes of float32
+constexpr int kChunk = 4096;  // columns of a row that a block keeps in registers
+constexpr int kSigmoidThreads = 256;
 
 template <int kParts>
 struct Precision {
@@ -125,7 +127,9 @@ struct Max {  // of a NaN and a number: the NaN
 };
 struct Sum {
   template <typename T>
-  __device__ T operator()(T a, T b) const { return a + b; }
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 
 // The reduction of one value a thread over the block, returned to every thread.
@@ -142,6 +146,13 @@ __device__ T block_reduce(T value, Op op) {
   return value;
 }
 
+// Whether any thread of a row's block, or of its warp where a row has one warp, says so; and a barrier for them.
+__device__ bool any_of_row(bool value) { return blockDim.x == 32 ? __any_sync(~0u, value) : __syncthreads_or(value); }
+__device__ void sync_row() {
+  if (blockDim.x == 32) __syncwarp();
+  else __syncthreads();
+}
+
 // Whether rows of this start and stride can be read 16 bytes at a time.
 __device__ bool aligned(const float* matrix, int64_t stride) {
   return reinterpret_cast<uintptr_t>(matrix) % 16 == 0 && stride % kGroup == 0;
@@ -150,6 +161,13 @@ __device__ bool aligned(const float* matrix, int64_t stride) {
 __device__ void load_vector(float (&v)[kGroup], const float* from) {
   const float4 loaded = *reinterpret_cast<const float4*>(from);
   v[0] = loaded.x, v[1] = loaded.y, v[2] = loaded.z, v[3] = loaded.w;
+}
+
+// The same, of what is read once: it must not drive from the L1 cache what every row needs.
+__device__ void load_passing(float (&v)[kGroup], const float* from) {
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "l"(from));
 }
 
 __device__ void store_vector(float* to, const float (&v)[kGroup]) {
@@ -166,8 +184,19 @@ __device__ void load_group(float (&v)[kGroup], const float* row, int start, int 
   }
 }
 
-// The column at which a thread's group `g` of a chunk starts: a warp's groups are neighbours.
-__device__ int group_start(int chunk, int g) { return chunk + (g * kThreads + threadIdx.x) * kGroup; }
+// A chunk's share of one of `kBlock` threads: so many groups, and the column at which one starts. A warp's are
+// neighbours.
+template <int kBlock>
+constexpr int kGroups = kChunk / kBlock / kGroup;
+template <int kBlock>
+__device__ int group_start(int chunk, int g) {
+  return chunk + (g * kBlock + threadIdx.x) * kGroup;
+}
+
+__device__ void store_halves(__half* to, const __half2 (&v)[kGroup / 2]) {
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(reinterpret_cast<const unsigned&>(v[0]), reinterpret_cast<const unsigned&>(v[1]));
+}
 
 // Writes a group of scaled values into the segments of an operand's row, `padded` elements apart.
 template <int kParts, bool kWeight>
@@ -181,29 +210,31 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
     high_shifted[i] = __hmul2(hi[i], __float2half2_rn(1 / kShift));
   }
   if (kParts == 3) {
-    *reinterpret_cast<uint2*>(row + start) = *reinterpret_cast<uint2*>(kWeight ? high_shifted : low);
-    *reinterpret_cast<uint2*>(row + padded + start) = *reinterpret_cast<uint2*>(kWeight ? low : high_shifted);
+    store_halves(row + start, kWeight ? high_shifted : low);
+    store_halves(row + padded + start, kWeight ? low : high_shifted);
   }
-  *reinterpret_cast<uint2*>(row + (kParts - 1) * padded + start) = *reinterpret_cast<uint2*>(hi);
+  store_halves(row + (kParts - 1) * padded + start, hi);
 }
 
-// Splits a row of `cols` float32 into a row of an operand, (kParts * padded) float16. `*scale` is what its products are to be
-// multiplied by, a power of two with three parts; for W2, `half_sum` is half the row's sum and `*ratio` that of its largest
-// to its mean magnitude. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts written an element.
+// Splits a row of `cols` float32 into a row of an operand, (kParts * padded) float16. `*scale` is what its products are
+// to be multiplied by, a power of two with three parts; for W2, `half_sum` is half the row's sum and `*ratio` that of
+// its largest to its mean magnitude. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts
+// written an element.
 template <int kParts, bool kWeight>
 __device__ void split_row(const float* row, bool is_aligned, int cols, int padded, __half* operand, float* scale,
                           float* doubt, float* half_sum, float* ratio) {
-  float v[kGroups][kGroup];
+  float v[kGroups<kThreads>][kGroup];
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) load_group(v[g], row, group_start(chunk, g), cols, is_aligned);
+    for (int g = 0; g < kGroups<kThreads>; ++g)
+      load_group(v[g], row, group_start<kThreads>(chunk, g), cols, is_aligned);
   };
   float largest = 0.f;
   double sum = 0, magnitude = 0;
   for (int chunk = 0; chunk < padded; chunk += kChunk) {
     load_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g)
+    for (int g = 0; g < kGroups<kThreads>; ++g)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         largest = Max()(largest, fabsf(v[g][i]));
@@ -213,13 +244,14 @@ __device__ void split_row(const float* row, bool is_aligned, int cols, int padde
   largest = block_reduce(largest, Max());
   const bool finite = largest <= FLT_MAX;
   const int exponent = largest > 0.f && finite ? ilogbf(largest) + 1 : kExponent;
-  const float up = kParts == 1 && finite && largest > 0x1p-100f ? 0x1p14f / largest : ldexpf(1.f, min(kExponent - exponent, 126));
+  const float up =
+      kParts == 1 && finite && largest > 0x1p-100f ? 0x1p14f / largest : ldexpf(1.f, min(kExponent - exponent, 126));
   int tiny = 0;
   for (int chunk = 0; chunk < padded; chunk += kChunk) {
     if (padded > kChunk) load_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int start = group_start(chunk, g);
+    for (int g = 0; g < kGroups<kThreads>; ++g) {
+      const int start = group_start<kThreads>(chunk, g);
       if (start >= padded) continue;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -246,19 +278,20 @@ __device__ void split_row(const float* row, bool is_aligned, int cols, int padde
 // Splits x, (batch, cols), row stride `stride`: one block a row.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
-split_rows_kernel(const float* __restrict__ x, int64_t stride, int cols, int padded, __half* __restrict__ operand,
-                  float* __restrict__ scale, float* __restrict__ doubt) {
+    split_rows_kernel(const float* __restrict__ x, int64_t stride, int cols, int padded, __half* __restrict__ operand,
+                      float* __restrict__ scale, float* __restrict__ doubt) {
   const int64_t r = blockIdx.x;
   split_row<kParts, false>(x + r * stride, aligned(x, stride), cols, padded, operand + r * kParts * padded, scale + r,
                            doubt + r, nullptr, nullptr);
 }
 
-// Splits W1 and W2, one block a row of either; pad rows become zeros. Largest values of all rows meet by atomicMax, which
-// floats >= 0 allow, as they order like the integers of the same bits, and which gives the same whatever the order.
+// Splits W1 and W2, one block a row of either; pad rows become zeros. Largest values of all rows meet by atomicMax,
+// which floats >= 0 allow, as they order like the integers of the same bits, and which gives the same whatever the
+// order.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads) split_weights_kernel(Weight w1, Weight w2) {
   const bool second = blockIdx.x >= w1.padded_rows;
-  const Weight& w = second ? w2 : w1;
+  const Weight w = second ? w2 : w1;
   const int64_t r = blockIdx.x - (second ? w1.padded_rows : 0);
   __half* operand = w.operand + r * kParts * w.padded_cols;
   __shared__ float ratio;
@@ -272,29 +305,33 @@ __global__ void __launch_bounds__(kThreads) split_weights_kernel(Weight w1, Weig
   }
 }
 
-// ---- Epilogues -------------------------------------------------------------------------------------------------------
+// ---- Epilogues --------------------------------------------------------------------------------------------
 
 // Whether a raw accumulator may be further from the product than float32's would be.
 __device__ bool in_doubt(float raw, float doubt) { return doubt > 0.f && !(fabsf(raw) > doubt); }
 
-// Where an element of a product's row (raw accumulators) is in doubt, puts the whole row into true units, those elements
-// computed anew in float32, and returns true. The block's warps take 32 columns at a time; for each element in doubt a warp
-// takes the dot product of the row that was split, `operand(k)`, and the weight's row. `centred`: it was split less 1/2.
+// Where an element of a product's row (raw accumulators) is in doubt, puts the whole row into true units, those
+// elements computed anew in float32, and returns true. The block's warps take 32 columns at a time; for each element in
+// doubt a warp takes the dot product of the row that was split, `operand(k)`, and the weight's row. `centred`: it was
+// split less 1/2.
 template <typename Operand>
 __device__ bool repair_row(float* product, float row_scale, float row_doubt, bool centred, const Operand& operand,
                            const Weight& weight) {
   if (!(row_doubt + weight.largest[0] > 0.f)) return false;
   bool any = false;
-  for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x) any |= in_doubt(product[j], row_doubt + weight.doubt[j]);
-  if (!__syncthreads_or(any)) return false;
+  for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x)
+    any |= in_doubt(product[j], row_doubt + weight.doubt[j]);
+  if (!any_of_row(any)) return false;
   const int lane = threadIdx.x % 32;
-  if (threadIdx.x < weight.padded_rows - weight.rows) product[weight.rows + threadIdx.x] = 0.f;  // an infinity's products with nothing
+  if (threadIdx.x < weight.padded_rows - weight.rows)
+    product[weight.rows + threadIdx.x] = 0.f;  // an infinity's products with nothing
   for (int64_t base = threadIdx.x - lane; base < weight.rows; base += blockDim.x) {
     const int64_t j = base + lane;
     const bool inside = j < weight.rows;
     const float raw = inside ? product[j] : 0.f;
     float value = inside ? raw * row_scale * weight.scale[j] + (centred ? weight.half_sum[j] : 0.f) : 0.f;
-    for (unsigned left = __ballot_sync(~0u, inside && in_doubt(raw, row_doubt + weight.doubt[j])); left; left &= left - 1) {
+    for (unsigned left = __ballot_sync(~0u, inside && in_doubt(raw, row_doubt + weight.doubt[j])); left;
+         left &= left - 1) {
       const int owner = __ffs(left) - 1;
       const float* row = weight.matrix + (base + owner) * weight.cols;
       float dot = 0.f;
@@ -304,7 +341,7 @@ __device__ bool repair_row(float* product, float row_scale, float row_doubt, boo
     }
     if (inside) product[j] = value;
   }
-  __syncthreads();
+  sync_row();
   return true;
 }
 
@@ -322,29 +359,37 @@ __device__ float sigmoid(float z) {
 }
 
 // h = sigmoid(z + b1) of one row of the first product, split as the second product's operand. h may be taken less 1/2
-// ("centred"), which shortens the second product's sums: where the whole row is above 1/8, so that abs(h - 1/2) <= 3 h and
-// nothing is lost; in the tf32 form also where a third of the row is above 1/2 and no row of W2 is dominated by a few
-// elements. One block a row, in registers where it fits: 4 bytes read, 2 * kParts written an element, and 4 more where h is kept in float32 for the gradients, in z's place.
+// ("centred"), which shortens the second product's sums: where the whole row is above 1/8, so that abs(h - 1/2) <= 3 h
+// and nothing is lost; in the tf32 form also where a third of the row is above 1/2 and no row of W2 is dominated by a
+// few elements. One block a row, in registers where it fits: 4 bytes read, 2 * kParts written an element, and 4 more
+// where h is kept in float32 for the gradients, in z's place.
 template <int kParts>
-__global__ void __launch_bounds__(kThreads)
-bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride, const float* __restrict__ x_doubt,
-                    const float* __restrict__ next_largest, __half* __restrict__ operand, float* __restrict__ doubt,
-                    bool* __restrict__ centred) {
+__global__ void __launch_bounds__(kSigmoidThreads, 4)
+    bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride, const float* __restrict__ x_doubt,
+                        const float* __restrict__ next_largest, __half* __restrict__ operand, float* __restrict__ doubt,
+                        bool* __restrict__ centred) {
   const Weight& weight = hidden.weight;
   const int64_t r = blockIdx.x;
   const int cols = weight.rows, padded = weight.padded_rows;
   float* row = hidden.product + r * padded;
   const float row_scale = hidden.row_scale[r] * hidden.correction;
+  constexpr int kCount = kGroups<kSigmoidThreads>;
+  float z[kCount][kGroup];
+  // The loads of a chunk all start before the first is waited for; beyond the row's end the last group is read again.
+  const auto load_chunk = [&](int chunk) {
+#pragma unroll
+    for (int g = 0; g < kCount; ++g)
+      load_passing(z[g], row + min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup));
+  };
+  load_chunk(0);
   const auto x_element = [&](int64_t k) { return x[r * x_stride + k]; };
   const bool repaired = repair_row(row, row_scale, x_doubt[r], false, x_element, weight);
-  float z[kGroups][kGroup];
-  const auto load_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
+  if (repaired) load_chunk(0);
+  const auto scale_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
     float scale[kGroup], bias[kGroup];
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int start = group_start(chunk, g);
-      if (start >= padded) continue;
-      load_vector(z[g], row + start);
+    for (int g = 0; g < kCount; ++g) {
+      const int start = min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup);
       load_vector(scale, weight.scale + start);
       load_vector(bias, weight.padded_bias + start);
 #pragma unroll
@@ -354,14 +399,14 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
   float lowest = INFINITY;
   int above_half = 0;
   for (int chunk = 0; chunk < padded; chunk += kChunk) {
-    load_chunk(chunk);
+    if (chunk > 0) load_chunk(chunk);
+    scale_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (group_start(chunk, g) >= padded) continue;
+    for (int g = 0; g < kCount; ++g) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         lowest = fminf(lowest, z[g][i]);
-        if (kParts == 1) above_half += z[g][i] > 0.f;
+        if (kParts == 1) above_half += group_start<kSigmoidThreads>(chunk, g) < padded && z[g][i] > 0.f;
       }
     }
   }
@@ -370,10 +415,10 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
   if (kParts == 1) centre |= block_reduce(above_half, Sum()) >= cols / 3 && next_largest[1] <= 8.f;
   const float shift = centre ? -0x1p14f : 0.f;
   for (int chunk = 0; chunk < padded; chunk += kChunk) {
-    if (padded > kChunk) load_chunk(chunk);
+    if (padded > kChunk) load_chunk(chunk), scale_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int start = group_start(chunk, g);
+    for (int g = 0; g < kCount; ++g) {
+      const int start = group_start<kSigmoidThreads>(chunk, g);
       if (start >= padded) continue;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) z[g][i] = sigmoid(z[g][i]);
@@ -391,17 +436,28 @@ bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride
   }
 }
 
-// out = logsumexp(y + b2) of one row of the second product, one block a row; reads each logit once: 4 bytes an element, and
-// 4 written where y + b2 is kept for the gradients, in y's place. Each thread keeps its own maximum and the sum of
-// exp(y - maximum). Not `kSplit`: y is in true units (the plain form).
+// out = logsumexp(y + b2) of the rows of the second product, a block or a warp a row; reads each logit once: 4 bytes an
+// element, and 4 written where y + b2 is kept for the gradients, in y's place. Each thread keeps its own maximum and
+// the sum of exp(y - maximum). Not `kSplit`: y is in true units (the plain form).
 template <bool kSplit>
 __global__ void __launch_bounds__(kThreads)
-bias_logsumexp_kernel(float* __restrict__ product, float row_scale, bool keep, Hidden hidden,
-                      const float* __restrict__ doubt, const bool* __restrict__ centred, Weight weight,
-                      float* __restrict__ out) {
-  const int64_t r = blockIdx.x;
+    bias_logsumexp_kernel(int64_t batch, float* __restrict__ product, float row_scale, bool keep, Hidden hidden,
+                          const float* __restrict__ doubt, const bool* __restrict__ centred, Weight weight,
+                          float* __restrict__ out) {
+  const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
+  if (r >= batch) return;
   const int cols = weight.rows;
   float* row = product + r * weight.padded_rows;
+  constexpr int kCount = 4;  // groups a thread reads before it waits for the first
+  float y[kCount][kGroup], bias[kGroup], scale[kGroup], half_sum[kGroup];
+  const auto group_at = [&](int chunk, int g) {
+    return chunk + (g * static_cast<int>(blockDim.x) + threadIdx.x) * kGroup;
+  };
+  const auto load_chunk = [&](int chunk) {
+#pragma unroll
+    for (int g = 0; g < kCount; ++g) load_vector(y[g], row + min(group_at(chunk, g), weight.padded_rows - kGroup));
+  };
+  load_chunk(0);
   const bool centre = kSplit && centred[r];
   const auto h = [&](int64_t k) {
     const float kept = hidden.product[r * hidden.weight.padded_rows + k];
@@ -410,64 +466,74 @@ bias_logsumexp_kernel(float* __restrict__ product, float row_scale, bool keep, H
     return sigmoid(fmaf(kept, scale, hidden.weight.padded_bias[k]));
   };
   const bool repaired = kSplit && repair_row(row, row_scale, doubt[r], centre, h, weight);
+  if (repaired) load_chunk(0);
   const float* bias_row = kSplit ? weight.padded_bias : weight.bias;
   const bool bias_aligned = kSplit || aligned(bias_row, 0);
   float largest = -INFINITY, sum = 0.f;
   bool nan = false;
-  float y[kGroup], bias[kGroup], scale[kGroup], half_sum[kGroup];
-#pragma unroll 4
-  for (int start = threadIdx.x * kGroup; start < cols; start += blockDim.x * kGroup) {
-    load_vector(y, row + start);
-    load_group(bias, bias_row, start, cols, bias_aligned);
-    if (kSplit) {
-      load_vector(scale, weight.scale + start);
-      load_vector(half_sum, weight.half_sum + start);
-    }
+  for (int chunk = 0; chunk < cols; chunk += kCount * blockDim.x * kGroup) {
+    if (chunk > 0) load_chunk(chunk);
     float top = largest;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (kSplit && !repaired) y[i] = fmaf(y[i], row_scale * scale[i], centre ? half_sum[i] : 0.f);
-      y[i] = start + i < cols ? y[i] + bias[i] : -INFINITY;
-      nan |= isnan(y[i]);
-      top = fmaxf(top, y[i]);
+    for (int g = 0; g < kCount; ++g) {
+      const int start = group_at(chunk, g);
+      if (start >= cols) {
+        y[g][0] = y[g][1] = y[g][2] = y[g][3] = -INFINITY;
+        continue;
+      }
+      load_group(bias, bias_row, start, cols, bias_aligned);
+      if (kSplit) {
+        load_vector(scale, weight.scale + start);
+        load_vector(half_sum, weight.half_sum + start);
+      }
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        float& v = y[g][i];
+        if (kSplit && !repaired) v = fmaf(v, row_scale * scale[i], centre ? half_sum[i] : 0.f);
+        v = start + i < cols ? v + bias[i] : -INFINITY;
+        nan |= isnan(v);
+        top = fmaxf(top, v);
+      }
+      if (keep) store_vector(row + start, y[g]);
     }
-    if (keep) store_vector(row + start, y);
     if (top > largest) sum *= fast_exp(largest - top);
     largest = top;
     const float base = isinf(top) ? 0.f : top;  // an infinite maximum is the result itself, and inf - inf would be NaN
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) sum += fast_exp(y[i] - base);
+    for (int g = 0; g < kCount; ++g)
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) sum += fast_exp(y[g][i] - base);
   }
   const float top = block_reduce(largest, Max());
   sum = block_reduce(top > largest ? sum * fast_exp(largest - top) : sum, Sum());
-  nan = __syncthreads_or(nan);
+  nan = any_of_row(nan);
   if (threadIdx.x == 0) out[r] = nan ? NAN : isinf(top) ? top : top + logf(sum);
 }
 
 // The plain form's h = sigmoid(z + b1) in place, (batch, padded): one block a row at a time, 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
-bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t batch, int hidden, int64_t padded, const float* __restrict__ bias) {
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < batch * padded; i += gridDim.x * int64_t{kThreads}) {
+    bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t batch, int hidden, int64_t padded,
+                                 const float* __restrict__ bias) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < batch * padded;
+       i += gridDim.x * int64_t{kThreads}) {
     const int column = i % padded;
     z[i] = column < hidden ? sigmoid(z[i] + bias[column]) : 0.f;
   }
 }
 
-// ---- Gradients -------------------------------------------------------------------------------------------------------
+// ---- Gradients --------------------------------------------------------------------------------------------
 //
 //     dy = grad * exp(y - out)    dh = dy @ W2    dz = dh * h * (1 - h)
 //     dW2 = dy.T @ h    db2 = sum(dy)    dW1 = dz.T @ x    db1 = sum(dz)    dx = dz @ W1
 //
-// The same products of split operands. Those that sum over the batch read the same memory another way: an operand's row of
-// kParts segments of `padded` elements is kParts rows of `padded`, so that (batch, kParts * padded) is also a matrix of
-// (kParts * batch, padded), whose rows pair as the segments do. A sum over the batch wants one scale for all rows. dy has
-// that of the largest abs(grad), as exp(y - out) <= 1. dz is weighed with the scale that its row of x was split with, so
-// that their products have one: abs(dz) <= abs(grad) max(abs(W2)) / 4.
+// The same products of split operands; those that sum over the batch are one product for each part. They want one scale
+// for all rows: dy has that of the largest abs(grad), as exp(y - out) <= 1. dz is weighed with the scale that its row
+// of x was split with, so that their products have one: abs(dz) <= abs(grad) max(abs(W2)) / 4.
 
 // The scales, powers of two: (0) of dy and (2) of dz, and what undoes them: (1) of dy, (3) of dz.
 __global__ void __launch_bounds__(1024)
-gradient_scales_kernel(const float* __restrict__ grad, const float* __restrict__ x_scale, int64_t batch,
-                       const float* __restrict__ w2_scale, int hidden, float* __restrict__ scales) {
+    gradient_scales_kernel(const float* __restrict__ grad, const float* __restrict__ x_scale, int64_t batch,
+                           const float* __restrict__ w2_scale, int hidden, float* __restrict__ scales) {
   float largest = 0.f, weighed = 0.f, weight = 0.f;
   for (int64_t i = threadIdx.x; i < batch; i += blockDim.x) {
     largest = Max()(largest, fabsf(grad[i]));
@@ -485,14 +551,13 @@ gradient_scales_kernel(const float* __restrict__ grad, const float* __restrict__
   }
 }
 
-// dy, (batch, padded), and its sums over strips of rows, (strips, padded). One block a strip and 512 columns, four columns a
-// thread: 4 bytes read, 2 * kParts (plain: 4) written an element. `y` holds the logits, bias included.
+// dy, (batch, padded), and its sums over strips of rows, (strips, padded). One block a strip and 512 columns, four
+// columns a thread: 4 bytes read, 2 * kParts (plain: 4) written an element. `y` holds the logits, bias included.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
-softmax_gradient_kernel(const float* __restrict__ grad, const float* __restrict__ y,
-                        const float* __restrict__ out, int64_t batch, int cols, int padded,
-                        const float* __restrict__ scales, __half* __restrict__ operand, float* __restrict__ plain,
-                        float* __restrict__ sums) {
+    softmax_gradient_kernel(const float* __restrict__ grad, const float* __restrict__ y, const float* __restrict__ out,
+                            int64_t batch, int cols, int padded, const float* __restrict__ scales,
+                            __half* __restrict__ operand, float* __restrict__ plain, float* __restrict__ sums) {
   const int start = (blockIdx.y * kThreads + threadIdx.x) * kGroup;
   if (start >= padded) return;
   const float scale = kParts ? scales[0] : 1.f;
@@ -518,10 +583,10 @@ softmax_gradient_kernel(const float* __restrict__ grad, const float* __restrict_
 // 8 bytes read, 4 * kParts (plain: 4, in dh's place) written an element.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
-sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, int64_t batch, int padded,
-                        const float* __restrict__ scales, float correction, const float* __restrict__ w2_scale,
-                        const float* __restrict__ x_scale, __half* __restrict__ operand, __half* __restrict__ h_operand,
-                        float* __restrict__ sums) {
+    sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, int64_t batch, int padded,
+                            const float* __restrict__ scales, float correction, const float* __restrict__ w2_scale,
+                            const float* __restrict__ x_scale, __half* __restrict__ operand,
+                            __half* __restrict__ h_operand, float* __restrict__ sums) {
   const int start = (blockIdx.y * kThreads + threadIdx.x) * kGroup;
   if (start >= padded) return;
   float column_scale[kGroup] = {1.f, 1.f, 1.f, 1.f}, sum[kGroup] = {}, v[kGroup], kept[kGroup];
@@ -553,11 +618,12 @@ sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, int
   store_vector(sums + blockIdx.x * int64_t{padded} + start, sum);
 }
 
-// to (rows, cols) = from (rows, padded) * *factor * factor2 * column_scale, divided by row_scale, where these are given.
+// to (rows, cols) = from (rows, padded) * *factor * factor2 * column_scale, divided by row_scale, where these are
+// given.
 __global__ void __launch_bounds__(kThreads)
-unscale_kernel(const float* __restrict__ from, int64_t rows, int cols, int padded, const float* __restrict__ factor,
-               float factor2, const float* __restrict__ column_scale, const float* __restrict__ row_scale,
-               float* __restrict__ to) {
+    unscale_kernel(const float* __restrict__ from, int64_t rows, int cols, int padded, const float* __restrict__ factor,
+                   float factor2, const float* __restrict__ column_scale, const float* __restrict__ row_scale,
+                   float* __restrict__ to) {
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const float row_factor = *factor * factor2 / (row_scale ? row_scale[r] : 1.f);
     for (int c = threadIdx.x; c < cols; c += kThreads)
@@ -565,7 +631,7 @@ unscale_kernel(const float* __restrict__ from, int64_t rows, int cols, int padde
   }
 }
 
-// ---- Launchers -------------------------------------------------------------------------------------------------------
+// ---- Launchers --------------------------------------------------------------------------------------------
 
 cudaError_t split_rows(int parts, const float* x, int64_t batch, int64_t stride, int cols, int padded, __half* operand,
                        float* scale, float* doubt, cudaStream_t stream) {
@@ -580,25 +646,28 @@ cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
-cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride, const float* x_doubt,
-                         const float* next_largest, __half* operand, float* doubt, bool* centred, cudaStream_t stream) {
+cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride,
+                         const float* x_doubt, const float* next_largest, __half* operand, float* doubt, bool* centred,
+                         cudaStream_t stream) {
   const auto kernel = parts == 3 ? bias_sigmoid_kernel<3> : bias_sigmoid_kernel<1>;
-  kernel<<<batch, kThreads, 0, stream>>>(hidden, x, x_stride, x_doubt, next_largest, operand, doubt, centred);
+  kernel<<<batch, kSigmoidThreads, 0, stream>>>(hidden, x, x_stride, x_doubt, next_largest, operand, doubt, centred);
   return cudaGetLastError();
 }
 
 cudaError_t bias_logsumexp(int64_t batch, float* product, float row_scale, bool keep, Hidden hidden, const float* doubt,
                            const bool* centred, Weight weight, float* out, cudaStream_t stream) {
   const auto kernel = row_scale != 0.f ? bias_logsumexp_kernel<true> : bias_logsumexp_kernel<false>;
-  const int threads = weight.rows <= 4096 ? 32 : kThreads;  // a short row is one warp's: nothing to wait for
-  kernel<<<batch, threads, 0, stream>>>(product, row_scale, keep, hidden, doubt, centred, weight, out);
+  const dim3 threads = weight.rows <= 4096 ? dim3(32, kThreads / 32) : dim3(kThreads);  // a short row is one warp's
+  kernel<<<(batch + threads.y - 1) / threads.y, threads, 0, stream>>>(batch, product, row_scale, keep, hidden, doubt,
+                                                                      centred, weight, out);
   return cudaGetLastError();
 }
 
 cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
                                   cudaStream_t stream) {
   const int64_t blocks = (batch * padded + kThreads - 1) / kThreads;
-  bias_sigmoid_in_place_kernel<<<blocks < 65536 ? blocks : 65536, kThreads, 0, stream>>>(z, batch, hidden, padded, bias);
+  bias_sigmoid_in_place_kernel < <<blocks<65536 ? blocks : 65536, kThreads, 0, stream>>>(z, batch, hidden, padded,
+                                                                                         bias);
   return cudaGetLastError();
 }
 
@@ -619,7 +688,8 @@ cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const
   const auto kernel = parts == 3   ? softmax_gradient_kernel<3>
                       : parts == 1 ? softmax_gradient_kernel<1>
                                    : softmax_gradient_kernel<0>;
-  kernel<<<strips(batch, padded), kThreads, 0, stream>>>(grad, y, out, batch, cols, padded, scales, operand, plain, sums);
+  kernel<<<strips(batch, padded), kThreads, 0, stream>>>(grad, y, out, batch, cols, padded, scales, operand, plain,
+                                                         sums);
   return cudaGetLastError();
 }
 
@@ -629,15 +699,15 @@ cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, int64_t batch
   const auto kernel = parts == 3   ? sigmoid_gradient_kernel<3>
                       : parts == 1 ? sigmoid_gradient_kernel<1>
                                    : sigmoid_gradient_kernel<0>;
-  kernel<<<strips(batch, padded), kThreads, 0, stream>>>(dh, h, batch, padded, scales, correction, w2_scale, x_scale, operand,
-                                                        h_operand, sums);
+  kernel<<<strips(batch, padded), kThreads, 0, stream>>>(dh, h, batch, padded, scales, correction, w2_scale, x_scale,
+                                                         operand, h_operand, sums);
   return cudaGetLastError();
 }
 
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, const float* factor, float factor2,
                     const float* column_scale, const float* row_scale, float* to, cudaStream_t stream) {
-  unscale_kernel<<<rows < 65536 ? rows : 65536, kThreads, 0, stream>>>(from, rows, cols, padded, factor, factor2,
-                                                                      column_scale, row_scale, to);
+  unscale_kernel < <<rows<65536 ? rows : 65536, kThreads, 0, stream>>>(from, rows, cols, padded, factor, factor2,
+                                                                       column_scale, row_scale, to);
   return cudaGetLastError();
 }
 """
@@ -668,7 +738,7 @@ namespace {
 
 using at::Tensor;
 
-// ---- GEMM ------------------------------------------------------------------------------------------------------------
+// ---- GEMM --------------------------------------------------------------------------------------------
 
 #define CHECK_CUBLAS(call)                                                                      \
   do {                                                                                          \
@@ -676,36 +746,50 @@ using at::Tensor;
     TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, #call, ": ", cublasLtGetStatusString(status)); \
   } while (0)
 
-// product (rows, cols), float32, of two float16 matrices, all row-major; either operand (rows, k) @ weight (cols, k).T or,
-// with `over_rows`, operand (k, rows).T @ weight (k, cols). cuBLAS is column-major, where a row-major matrix is its own
-// transpose. So it is asked for product.T (cols, rows) = weight @ operand.T: in its eyes the memory of weight is (k, cols),
-// to be transposed, and that of operand (k, rows); with `over_rows` (cols, k), and (rows, k), to be transposed.
+// The sizes of product (rows, cols) = operand (rows, k) @ weight (cols, k).T or, `over_rows`, operand (k, rows).T @
+// weight (k, cols); the strides are those of the operands' rows.
+struct Shape {
+  int64_t rows, cols, k, operand_stride, weight_stride;
+  bool over_rows;
+
+  bool operator<(const Shape& other) const {
+    const auto key = [](const Shape& s) {
+      return std::make_tuple(s.rows, s.cols, s.k, s.operand_stride, s.weight_stride, s.over_rows);
+    };
+    return key(*this) < key(other);
+  }
+};
+
+// Such a product, float16 in, float32 out, all row-major. cuBLAS is column-major, where a row-major matrix is its own
+// transpose. So it is asked for product.T (cols, rows) = weight @ operand.T: in its eyes the memory of weight is (k,
+// cols), to be transposed, and that of operand (k, rows); over rows (cols, k), and (rows, k), to be transposed.
 struct Gemm {
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t weight, operand, product;
   cublasLtMatmulAlgo_t algorithm;
 
-  Gemm(cublasLtHandle_t handle, int64_t rows, int64_t cols, int64_t k, bool over_rows) {
-    const cublasOperation_t as_it_is = CUBLAS_OP_N, transposed = CUBLAS_OP_T;
+  Gemm(cublasLtHandle_t handle, const Shape& s) {
+    const cublasOperation_t a = s.over_rows ? CUBLAS_OP_N : CUBLAS_OP_T, b = s.over_rows ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const auto layout = [&](cublasLtMatrixLayoutOpaque_t& matrix, int64_t count, int64_t stride) {
+      CHECK_CUBLAS(
+          cublasLtMatrixLayoutInit(&matrix, CUDA_R_16F, s.over_rows ? count : s.k, s.over_rows ? s.k : count, stride));
+    };
     CHECK_CUBLAS(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSA,
-                                                over_rows ? &as_it_is : &transposed, sizeof(cublasOperation_t)));
-    CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSB,
-                                                over_rows ? &transposed : &as_it_is, sizeof(cublasOperation_t)));
-    CHECK_CUBLAS(over_rows ? cublasLtMatrixLayoutInit(&weight, CUDA_R_16F, cols, k, cols)
-                           : cublasLtMatrixLayoutInit(&weight, CUDA_R_16F, k, cols, k));
-    CHECK_CUBLAS(over_rows ? cublasLtMatrixLayoutInit(&operand, CUDA_R_16F, rows, k, rows)
-                           : cublasLtMatrixLayoutInit(&operand, CUDA_R_16F, k, rows, k));
-    CHECK_CUBLAS(cublasLtMatrixLayoutInit(&product, CUDA_R_32F, cols, rows, cols));
+    CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof(a)));
+    CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof(b)));
+    layout(weight, s.cols, s.weight_stride);
+    layout(operand, s.rows, s.operand_stride);
+    CHECK_CUBLAS(cublasLtMatrixLayoutInit(&product, CUDA_R_32F, s.cols, s.rows, s.cols));
     cublasLtMatmulPreferenceOpaque_t preference;  // as it is initialised it allows no workspace, and so no split-K
     CHECK_CUBLAS(cublasLtMatmulPreferenceInit(&preference));
     cublasLtMatmulHeuristicResult_t found[8];
     int count = 0;
-    CHECK_CUBLAS(cublasLtMatmulAlgoGetHeuristic(handle, &operation, &weight, &operand, &product, &product, &preference, 8,
-                                                found, &count));
-    TORCH_CHECK(count > 0, "cuBLAS has no algorithm for a float16 product of ", rows, " x ", cols, " x ", k);
+    CHECK_CUBLAS(cublasLtMatmulAlgoGetHeuristic(handle, &operation, &weight, &operand, &product, &product, &preference,
+                                                8, found, &count));
+    TORCH_CHECK(count > 0, "cuBLAS has no algorithm for a float16 product of ", s.rows, " x ", s.cols, " x ", s.k);
     // Measured on an H200: tiles of 128 x 128 (or 160) in clusters of two are 2 to 12 % faster than cuBLAS's first
-    // suggestion (256 x 128): two fit on a multiprocessor, and one computes while the other writes. The bits are the same.
+    // suggestion (256 x 128): two fit on a multiprocessor, and one computes while the other writes. The bits are the
+    // same.
     int chosen = 0;
     uint32_t chosen_tile = 0;
     for (int i = count - 1; i >= 0; --i) {
@@ -722,17 +806,17 @@ struct Gemm {
   }
 };
 
-void gemm(const void* operand, const void* weight, float* product, int64_t rows, int64_t cols, int64_t k,
-          cudaStream_t stream, bool over_rows = false, float alpha = 1.f, float beta = 0.f) {
+void gemm(const Shape& shape, const __half* operand, const __half* weight, float* product, cudaStream_t stream,
+          float alpha = 1.f, float beta = 0.f) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, int64_t, int64_t, int64_t, bool>, Gemm> plans;  // asking cuBLAS takes microseconds
+  static std::map<std::pair<int, Shape>, Gemm> plans;  // asking cuBLAS takes microseconds
   const auto handle = at::cuda::getCurrentCUDABlasLtHandle();
   Gemm* plan;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto key = std::make_tuple(int{c10::cuda::current_device()}, rows, cols, k, over_rows);
+    const auto key = std::make_pair(int{c10::cuda::current_device()}, shape);
     auto found = plans.find(key);
-    if (found == plans.end()) found = plans.emplace(key, Gemm(handle, rows, cols, k, over_rows)).first;
+    if (found == plans.end()) found = plans.emplace(key, Gemm(handle, shape)).first;
     plan = &found->second;
   }
   CHECK_CUBLAS(cublasLtMatmul(handle, &plan->operation,                                 //
@@ -743,12 +827,15 @@ void gemm(const void* operand, const void* weight, float* product, int64_t rows,
 }
 
 // A tensor core truncates at each step of 16 along K. On average a sum loses 0.14 * 2^-23 of its final value a step:
-// measured on sm_90 at K = 2048 and 4096, for uniform and normal data, and taken out by this factor; not known elsewhere.
+// measured on sm_90 at K = 2048 and 4096, for uniform and normal data, and taken out by this factor; not known
+// elsewhere. A product along rows, whose k is padded columns.
+Shape along(int64_t rows, int64_t cols, int64_t k) { return {rows, cols, k, k, k, false}; }
+
 float correction(int64_t k) {
   return static_cast<float>(1 + (at::cuda::getCurrentDeviceProperties()->major == 9 ? 0.14 * 0x1p-23 * k / 16 : 0.));
 }
 
-// ---- Forms -----------------------------------------------------------------------------------------------------------
+// ---- Forms --------------------------------------------------------------------------------------------
 
 #define CHECK_LAUNCH(call)                                                                      \
   do {                                                                                          \
@@ -774,19 +861,30 @@ struct WeightMemory {
     operand = empty({rows8, parts * cols8}, weight, at::kHalf);
     facts = empty({4, rows8}, weight);
     float* f = floats(facts);
-    view = {weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), rows, cols, rows8, cols8,
-            halves(operand), f, f + rows8, f + 2 * rows8, f + 3 * rows8, largest};
+    view = {weight.const_data_ptr<float>(),
+            bias.const_data_ptr<float>(),
+            rows,
+            cols,
+            rows8,
+            cols8,
+            halves(operand),
+            f,
+            f + rows8,
+            f + 2 * rows8,
+            f + 3 * rows8,
+            largest};
   }
 };
 
-// Rows of the batch at a time, which bounds the memory: at the problem's sizes less than half of what eager PyTorch takes,
-// in whole waves of tiles.
+// Rows of the batch at a time, which bounds the memory: at the problem's sizes less than half of what eager PyTorch
+// takes, in whole waves of tiles.
 int64_t slice_rows(int parts, int64_t batch, int64_t widest) {
   const int64_t rows = (parts == 3 ? int64_t{1} << 24 : int64_t{1} << 25) / widest / 128 * 128;
   return std::min(batch, std::max<int64_t>(rows, 128));
 }
 
-// What the gradients need of the forward: h (batch, padded hidden), y + b2 (batch, padded output), the scale of x (batch).
+// What the gradients need of the forward: h (batch, padded hidden), y + b2 (batch, padded output), the scale of x
+// (batch).
 struct Kept {
   Tensor h, y, x_scale;
 };
@@ -812,16 +910,17 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
   for (int64_t begin = 0; begin < batch; begin += slice) {
     const int64_t rows = std::min(slice, batch - begin), at = kept ? begin : 0;
     const float* x_rows = x.const_data_ptr<float>() + begin * stride;
-    const Hidden hidden{floats(product) + at * hidden8, floats(x_scale) + at, correction(input8), repaired, kept != nullptr,
-                        w1.view};
+    const Hidden hidden{
+        floats(product) + at * hidden8, floats(x_scale) + at, correction(input8), repaired, kept != nullptr, w1.view};
     float* y = floats(logits) + at * output8;
-    CHECK_LAUNCH(split_rows(parts, x_rows, rows, stride, input, input8, halves(operand), floats(x_scale) + at, x_doubt, stream));
-    gemm(halves(operand), w1.view.operand, hidden.product, rows, hidden8, parts * input8, stream);
+    CHECK_LAUNCH(
+        split_rows(parts, x_rows, rows, stride, input, input8, halves(operand), floats(x_scale) + at, x_doubt, stream));
+    gemm(along(rows, hidden8, parts * input8), halves(operand), w1.view.operand, hidden.product, stream);
     CHECK_LAUNCH(bias_sigmoid(parts, rows, hidden, x_rows, stride, x_doubt, w2.view.largest, halves(operand), h_doubt,
                               centred, stream));
-    gemm(halves(operand), w2.view.operand, y, rows, output8, parts * hidden8, stream);
-    CHECK_LAUNCH(bias_logsumexp(rows, y, correction(hidden8) * 0x1p-15f, kept != nullptr, hidden, h_doubt, centred, w2.view,
-                                floats(out) + begin, stream));
+    gemm(along(rows, output8, parts * hidden8), halves(operand), w2.view.operand, y, stream);
+    CHECK_LAUNCH(bias_logsumexp(rows, y, correction(hidden8) * 0x1p-15f, kept != nullptr, hidden, h_doubt, centred,
+                                w2.view, floats(out) + begin, stream));
   }
   if (kept) *kept = {product, logits, x_scale};
 }
@@ -833,11 +932,13 @@ void plain_form(const Tensor& x, const Tensor& weight1, const Tensor& bias1, con
   const auto product = empty({batch, pad(hidden)}, x), logits = empty({batch, pad(output)}, x);
   auto h = product.narrow(1, 0, hidden), y = logits.narrow(1, 0, output);
   at::mm_out(h, x, weight1.t());
-  CHECK_LAUNCH(bias_sigmoid_in_place(floats(product), batch, hidden, pad(hidden), bias1.const_data_ptr<float>(), stream));
+  CHECK_LAUNCH(
+      bias_sigmoid_in_place(floats(product), batch, hidden, pad(hidden), bias1.const_data_ptr<float>(), stream));
   at::mm_out(y, h, weight2.t());
   Weight weight{};
   weight.bias = bias2.const_data_ptr<float>(), weight.rows = output, weight.padded_rows = pad(output);
-  CHECK_LAUNCH(bias_logsumexp(batch, floats(logits), 0.f, kept != nullptr, {}, nullptr, nullptr, weight, floats(out), stream));
+  CHECK_LAUNCH(
+      bias_logsumexp(batch, floats(logits), 0.f, kept != nullptr, {}, nullptr, nullptr, weight, floats(out), stream));
   if (kept) *kept = {product, logits, empty({batch}, x)};
 }
 
@@ -870,7 +971,8 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const auto [w1, w1_scale] = needs.x ? split_transposed(weight1) : std::pair<Tensor, Tensor>();
   const auto scales = empty({4}, x);
   const float* x_scale = kept.x_scale.const_data_ptr<float>();
-  CHECK_LAUNCH(gradient_scales(grad.const_data_ptr<float>(), x_scale, batch, floats(w2_scale), hidden, floats(scales), stream));
+  CHECK_LAUNCH(
+      gradient_scales(grad.const_data_ptr<float>(), x_scale, batch, floats(w2_scale), hidden, floats(scales), stream));
 
   const int64_t slice = slice_rows(parts, batch, std::max({input8, hidden8, output8}));
   const auto dy = empty({slice, parts * output8}, x, at::kHalf), dz = empty({slice, parts * hidden8}, x, at::kHalf);
@@ -883,35 +985,43 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   Gradients d;
   const auto raw_x = needs.x ? empty({slice, input8}, x) : Tensor();
   if (needs.x) d.x = empty({batch, input}, x);
+  // A sum over the batch is one product for each part, the small ones first, each added to the last in float32.
+  const auto over_batch = [&](const __half* operand, const __half* weight, float* product, int64_t k, int64_t rows,
+                              int64_t cols, bool add) {
+    for (int part = 0; part < parts; ++part)
+      gemm({rows, cols, k, parts * rows, parts * cols, true}, operand + part * rows, weight + part * cols, product,
+           stream, part == parts - 1 ? correction(k) : 1.f, add || part > 0 ? 1.f : 0.f);
+  };
   int64_t strip = 0;
   for (int64_t begin = 0; begin < batch; begin += slice) {
     const int64_t rows = std::min(slice, batch - begin);
-    const float alpha = correction(parts * rows), beta = begin > 0 ? 1.f : 0.f;
     CHECK_LAUNCH(softmax_gradient(parts, grad.const_data_ptr<float>() + begin, floats(kept.y) + begin * output8,
-                                  out.const_data_ptr<float>() + begin, rows, output, output8, floats(scales), halves(dy),
-                                  nullptr, floats(sums2) + strip * output8, stream));
-    gemm(halves(dy), halves(w2), floats(dh), rows, hidden8, parts * output8, stream);
+                                  out.const_data_ptr<float>() + begin, rows, output, output8, floats(scales),
+                                  halves(dy), nullptr, floats(sums2) + strip * output8, stream));
+    gemm(along(rows, hidden8, parts * output8), halves(dy), halves(w2), floats(dh), stream);
     CHECK_LAUNCH(sigmoid_gradient(parts, floats(dh), floats(kept.h) + begin * hidden8, rows, hidden8, floats(scales),
                                   correction(output8), floats(w2_scale), x_scale + begin, halves(dz), halves(h_operand),
                                   floats(sums1) + strip * hidden8, stream));
-    if (needs.second)
-      gemm(halves(dy), halves(h_operand), floats(raw2), output8, hidden8, parts * rows, stream, true, alpha, beta);
+    if (needs.second) over_batch(halves(dy), halves(h_operand), floats(raw2), rows, output8, hidden8, begin > 0);
     if (needs.first) {
       CHECK_LAUNCH(split_rows(parts, x.const_data_ptr<float>() + begin * x.stride(0), rows, x.stride(0), input, input8,
                               halves(x_operand), floats(x_facts), floats(x_facts) + slice, stream));
-      gemm(halves(dz), halves(x_operand), floats(raw1), hidden8, input8, parts * rows, stream, true, alpha, beta);
+      over_batch(halves(dz), halves(x_operand), floats(raw1), rows, hidden8, input8, begin > 0);
     }
     if (needs.x) {
-      gemm(halves(dz), halves(w1), floats(raw_x), rows, input8, parts * hidden8, stream);
-      CHECK_LAUNCH(unscale(floats(raw_x), rows, input, input8, floats(scales) + 3, correction(hidden8), floats(w1_scale),
-                           x_scale + begin, floats(d.x) + begin * input, stream));
+      gemm(along(rows, input8, parts * hidden8), halves(dz), halves(w1), floats(raw_x), stream);
+      CHECK_LAUNCH(unscale(floats(raw_x), rows, input, input8, floats(scales) + 3, correction(hidden8),
+                           floats(w1_scale), x_scale + begin, floats(d.x) + begin * input, stream));
     }
     strip += (rows + kStrip - 1) / kStrip;
   }
-  const auto total = [&](const Tensor& sums, int64_t cols) { return at::sum(sums.narrow(0, 0, strip).narrow(1, 0, cols), 0); };
+  const auto total = [&](const Tensor& sums, int64_t cols) {
+    return at::sum(sums.narrow(0, 0, strip).narrow(1, 0, cols), 0);
+  };
   if (needs.first) {
     d.weight1 = empty({hidden, input}, x), d.bias1 = total(sums1, hidden);
-    CHECK_LAUNCH(unscale(floats(raw1), hidden, input, input8, floats(scales) + 3, 1.f, nullptr, nullptr, floats(d.weight1), stream));
+    CHECK_LAUNCH(unscale(floats(raw1), hidden, input, input8, floats(scales) + 3, 1.f, nullptr, nullptr,
+                         floats(d.weight1), stream));
   }
   if (needs.second) {
     d.weight2 = empty({output, hidden}, x), d.bias2 = total(sums2, output);
@@ -927,8 +1037,8 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
   const int64_t hidden8 = pad(hidden), output8 = pad(output), strips = (batch + kStrip - 1) / kStrip;
   const auto dy8 = empty({batch, output8}, x), dh8 = empty({batch, hidden8}, x);
   const auto sums1 = empty({strips, hidden8}, x), sums2 = empty({strips, output8}, x);
-  CHECK_LAUNCH(softmax_gradient(0, grad.const_data_ptr<float>(), floats(kept.y), out.const_data_ptr<float>(), batch, output,
-                                output8, nullptr, nullptr, floats(dy8), floats(sums2), stream));
+  CHECK_LAUNCH(softmax_gradient(0, grad.const_data_ptr<float>(), floats(kept.y), out.const_data_ptr<float>(), batch,
+                                output, output8, nullptr, nullptr, floats(dy8), floats(sums2), stream));
   const auto dy = dy8.narrow(1, 0, output), h = kept.h.narrow(1, 0, hidden);
   auto dh = dh8.narrow(1, 0, hidden);
   at::mm_out(dh, dy, weight2);
@@ -941,20 +1051,30 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
   return d;
 }
 
-// ---- Operators -------------------------------------------------------------------------------------------------------
+// ---- Operators --------------------------------------------------------------------------------------------
 
-// Whether the split form is the quicker one.
+// Whether the split form is the quicker one: it gains by each multiplication, and loses by what it moves beyond the
+// plain form, by rows (it handles one a block) and by launches. The constants, in seconds, fit an H200 at 33 sizes
+// (batch 1 to 65536, widths 7 to 50257). cuBLAS's TF32 is slower by far where rows do not start at multiples of 16
+// bytes. GPUs with less float16 for their float32 than those named go plain.
 bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, std::optional<bool> asked) {
-  const double products = double(x.size(0)) * weight1.size(0) * (weight1.size(1) + weight2.size(0));
-  return asked.value_or(products > (tf32 ? 1.2e10 : 2e9));
+  const auto* gpu = at::cuda::getCurrentDeviceProperties();
+  const bool pays = gpu->major == 9 || gpu->major == 10 || (gpu->major == 8 && gpu->minor == 0);
+  const double batch = x.size(0), input = x.size(1), hidden = weight1.size(0), output = weight2.size(0);
+  const double weights = hidden * (input + output);
+  const bool aligned = x.size(1) % 4 == 0 && weight1.size(0) % 4 == 0;
+  const double gained = batch * weights * (!tf32 ? 3.1e-14 : aligned ? 4e-15 : 1.2e-14);
+  const double moved = tf32 ? 4 * batch * input + 6 * weights : batch * (6 * input + 8 * hidden) + 10 * weights;
+  return asked.value_or(pays && gained > moved / 2.5e12 + batch * 2.5e-9 + 2.5e-5);
 }
 
 void check(const Tensor& t, const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
   TORCH_CHECK(t.is_cuda() && t.device() == x.device() && t.scalar_type() == at::kFloat, name,
               " must be float32 on the GPU of x (", x.device(), "), but it is ", t.scalar_type(), " on ", t.device());
-  TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes), name, " must be of shape ", at::IntArrayRef(sizes), ", but it is of ", t.sizes());
-  TORCH_CHECK(t.numel() > 0 && *std::max_element(t.sizes().begin() + (t.dim() > 1), t.sizes().end()) < INT_MAX - 4096, name,
-              " must not be empty, nor wider than an int holds, but it is of shape ", t.sizes());
+  TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes), name, " must be of shape ", at::IntArrayRef(sizes),
+              ", but it is of ", t.sizes());
+  TORCH_CHECK(t.numel() > 0 && *std::max_element(t.sizes().begin() + (t.dim() > 1), t.sizes().end()) < INT_MAX - 4096,
+              name, " must not be empty, nor wider than an int holds, but it is of shape ", t.sizes());
 }
 
 // Rows that are contiguous in memory, however far apart.
@@ -962,8 +1082,8 @@ Tensor rows_of(const Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t 
 
 std::pair<Tensor, Kept> run(const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2,
                             const Tensor& bias2, bool tf32, std::optional<bool> split, bool keep) {
-  TORCH_CHECK(x.dim() == 2 && bias1.dim() == 1 && bias2.dim() == 1, "x must have two dimensions and the biases one, got ",
-              x.dim(), ", ", bias1.dim(), " and ", bias2.dim());
+  TORCH_CHECK(x.dim() == 2 && bias1.dim() == 1 && bias2.dim() == 1,
+              "x must have two dimensions and the biases one, got ", x.dim(), ", ", bias1.dim(), " and ", bias2.dim());
   check(x, "x", x, {x.size(0), x.size(1)});
   check(weight1, "weight1", x, {bias1.size(0), x.size(1)});
   check(bias1, "bias1", x, {bias1.size(0)});
@@ -975,7 +1095,8 @@ std::pair<Tensor, Kept> run(const Tensor& x, const Tensor& weight1, const Tensor
   const auto rows = rows_of(x), w1 = weight1.contiguous(), b1 = bias1.contiguous(), w2 = weight2.contiguous();
   const auto b2 = bias2.contiguous();
   Kept kept;
-  if (splits(x, w1, w2, tf32, split)) split_form(tf32 ? 1 : 3, rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
+  if (splits(x, w1, w2, tf32, split))
+    split_form(tf32 ? 1 : 3, rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
   else plain_form(rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
   return {out, kept};
 }
@@ -997,8 +1118,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& grad,
                                                              const Tensor& y, const Tensor& x_scale, bool tf32,
                                                              bool need_x, bool need_first, bool need_second,
                                                              std::optional<bool> split) {
-  TORCH_CHECK(x.dim() == 2 && weight1.dim() == 2 && weight2.dim() == 2, "x and the weights must have two dimensions, got ",
-              x.dim(), ", ", weight1.dim(), " and ", weight2.dim());
+  TORCH_CHECK(x.dim() == 2 && weight1.dim() == 2 && weight2.dim() == 2,
+              "x and the weights must have two dimensions, got ", x.dim(), ", ", weight1.dim(), " and ", weight2.dim());
   const int64_t batch = x.size(0), hidden = weight1.size(0), output = weight2.size(0);
   check(x, "x", x, {batch, x.size(1)});
   check(weight1, "weight1", x, {hidden, x.size(1)});
@@ -1023,7 +1144,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& grad,
 // The same operators on tensors without data, for torch.compile: the shapes of the results.
 c10::SymInt pad(const c10::SymInt& n) { return (n + 7) / 8 * 8; }
 
-Tensor forward_shape(const Tensor& x, const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, std::optional<bool>) {
+Tensor forward_shape(const Tensor& x, const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool,
+                     std::optional<bool>) {
   return at::empty_symint({x.sym_size(0)}, x.options());
 }
 
@@ -1035,10 +1157,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_keeping_shape(const Tensor& x
           at::empty_symint({batch, pad(bias2.sym_size(0))}, x.options()), at::empty_symint({batch}, x.options())};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients_shape(const Tensor&, const Tensor& x, const Tensor& weight1,
-                                                                   const Tensor& weight2, const Tensor&, const Tensor&,
-                                                                   const Tensor&, const Tensor&, bool, bool need_x,
-                                                                   bool need_first, bool need_second, std::optional<bool>) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients_shape(const Tensor&, const Tensor& x,
+                                                                   const Tensor& weight1, const Tensor& weight2,
+                                                                   const Tensor&, const Tensor&, const Tensor&,
+                                                                   const Tensor&, bool, bool need_x, bool need_first,
+                                                                   bool need_second, std::optional<bool>) {
   const auto like = [&](bool needed, c10::SymIntArrayRef sizes) {
     return needed ? at::empty_symint(sizes, x.options()) : empty({0}, x);
   };
@@ -1050,12 +1173,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients_shape(const Tensor&
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(EXTENSION_NAMESPACE, m) {
-  m.def("forward(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2, bool tf32, bool? split=None) -> Tensor");
-  m.def("forward_keeping(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2, bool tf32, "
-        "bool? split=None) -> (Tensor out, Tensor h, Tensor y, Tensor x_scale)");
-  m.def("gradients(Tensor grad, Tensor x, Tensor weight1, Tensor weight2, Tensor out, Tensor h, Tensor y, Tensor x_scale, "
-        "bool tf32, bool need_x, bool need_first, bool need_second, bool? split=None) -> "
-        "(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2)");
+  m.def(
+      "forward(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2, bool tf32, bool? split=None) -> "
+      "Tensor");
+  m.def(
+      "forward_keeping(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2, bool tf32, "
+      "bool? split=None) -> (Tensor out, Tensor h, Tensor y, Tensor x_scale)");
+  m.def(
+      "gradients(Tensor grad, Tensor x, Tensor weight1, Tensor weight2, Tensor out, Tensor h, Tensor y, Tensor "
+      "x_scale, "
+      "bool tf32, bool need_x, bool need_first, bool need_second, bool? split=None) -> "
+      "(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2)");
 }
 TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, CUDA, m) {
   m.impl("forward", forward);
@@ -1320,10 +1448,6 @@ def extension(device):
 
 # --- end of the build block ---
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The module.
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 # Read while tracing, too: torch.compile guards on the switch, and compiles anew when it changes.
 @torch.compiler.assume_constant_result
@@ -1355,22 +1479,36 @@ class _Fused(torch.autograd.Function):
         *tensors, ctx.tf32 = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for h and y would be as large as they are
 
     @staticmethod
     def backward(ctx, grad, *_):
         x, weight1, bias1, weight2, bias2, out, h, y, x_scale = ctx.saved_tensors
         needs = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * 6
         if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
             found = _gradients(grad, x, weight1, bias1, weight2, bias2)
         else:
             found = extension(x.device.index).gradients(
-                grad, x, weight1, weight2, out, h, y, x_scale, ctx.tf32, needs[0], needs[1] or needs[2], needs[3] or needs[4]
+                grad,
+                x,
+                weight1,
+                weight2,
+                out,
+                h,
+                y,
+                x_scale,
+                ctx.tf32,
+                needs[0],
+                needs[1] or needs[2],
+                needs[3] or needs[4],
             )
         return *(g if needed else None for g, needed in zip(found, needs, strict=False)), None
 
 
 def _is_plain(linear):
-    """Whether calling this submodule is ``nn.functional.linear`` and nothing else: no hooks, no replaced ``forward``."""
+    """Whether calling this submodule is ``nn.functional.linear`` and nothing else: no hooks, no other ``forward``."""
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     return (
         getattr(type(linear), "forward", None) is nn.Linear.forward
