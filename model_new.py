@@ -665,9 +665,8 @@ cudaError_t bias_logsumexp(int64_t batch, float* product, float row_scale, bool 
 
 cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
                                   cudaStream_t stream) {
-  const int64_t blocks = (batch * padded + kThreads - 1) / kThreads;
-  bias_sigmoid_in_place_kernel < <<blocks<65536 ? blocks : 65536, kThreads, 0, stream>>>(z, batch, hidden, padded,
-                                                                                         bias);
+  const int64_t needed = (batch * padded + kThreads - 1) / kThreads, blocks = needed < 65536 ? needed : 65536;
+  bias_sigmoid_in_place_kernel<<<blocks, kThreads, 0, stream>>>(z, batch, hidden, padded, bias);
   return cudaGetLastError();
 }
 
@@ -706,8 +705,8 @@ cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, int64_t batch
 
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, const float* factor, float factor2,
                     const float* column_scale, const float* row_scale, float* to, cudaStream_t stream) {
-  unscale_kernel < <<rows<65536 ? rows : 65536, kThreads, 0, stream>>>(from, rows, cols, padded, factor, factor2,
-                                                                       column_scale, row_scale, to);
+  const int64_t blocks = rows < 65536 ? rows : 65536;
+  unscale_kernel<<<blocks, kThreads, 0, stream>>>(from, rows, cols, padded, factor, factor2, column_scale, row_scale, to);
   return cudaGetLastError();
 }
 """
