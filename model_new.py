@@ -706,7 +706,8 @@ cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, int64_t batch
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, const float* factor, float factor2,
                     const float* column_scale, const float* row_scale, float* to, cudaStream_t stream) {
   const int64_t blocks = rows < 65536 ? rows : 65536;
-  unscale_kernel<<<blocks, kThreads, 0, stream>>>(from, rows, cols, padded, factor, factor2, column_scale, row_scale, to);
+  unscale_kernel<<<blocks, kThreads, 0, stream>>>(from, rows, cols, padded, factor, factor2, column_scale, row_scale,
+                                                  to);
   return cudaGetLastError();
 }
 """
