@@ -1518,9 +1518,8 @@ def _is_plain(linear):
     )
 
 
-def _check(x, linear):
-    """Raises RuntimeError where ``x`` does not fit the parameters of ``linear``, in words that name both."""
-    weight = linear.weight
+def _check(x, weight):
+    """Raises RuntimeError where ``x`` does not fit ``linear1.weight``, in words that name both."""
     if x.device != weight.device:
         raise RuntimeError(f"x must be on {weight.device}, where linear1.weight is, but it is on {x.device}: move one")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -1573,11 +1572,14 @@ class ModelNew(nn.Module):
         Raises RuntimeError where ``x`` does not fit the parameters' shape, dtype or device, before any launch.
         """
         linear1, linear2 = self.linear1, self.linear2
-        if isinstance(x, torch.Tensor) and _is_plain(linear1) and _is_plain(linear2):
-            _check(x, linear1)
-            parameters = linear1.weight, linear1.bias, linear2.weight, linear2.bias
-            if _fits_fused(x, *parameters):
-                if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters)):
-                    return _Fused.apply(x, *parameters, _tf32())[0]
-                return extension(x.device.index).forward(x, *parameters, _tf32())
-        return torch.logsumexp(linear2(torch.sigmoid(linear1(x))), dim=1)
+        if not (isinstance(x, torch.Tensor) and _is_plain(linear1) and _is_plain(linear2)):
+            return torch.logsumexp(linear2(torch.sigmoid(linear1(x))), dim=1)
+        # Read once: a parametrized weight is computed, and may change, each time it is read.
+        weight1, bias1, weight2, bias2 = linear1.weight, linear1.bias, linear2.weight, linear2.bias
+        _check(x, weight1)
+        if not _fits_fused(x, weight1, bias1, weight2, bias2):
+            h = torch.sigmoid(nn.functional.linear(x, weight1, bias1))  # (..., hidden)
+            return torch.logsumexp(nn.functional.linear(h, weight2, bias2), dim=1)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight1, bias1, weight2, bias2)):
+            return _Fused.apply(x, weight1, bias1, weight2, bias2, _tf32())[0]
+        return extension(x.device.index).forward(x, weight1, bias1, weight2, bias2, _tf32())

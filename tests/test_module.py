@@ -761,15 +761,7 @@ INTERVENTIONS = {  # what a person may do to a linear inside a module; each acts
 }
 
 
-PARAMETRIZED = "spectral norm", "parametrized", "parametrized bias"
-asked_twice = pytest.mark.xfail(
-    reason="ModelNew asks for a parametrized weight or bias more than once a forward", strict=True
-)
-
-
-@pytest.mark.parametrize(
-    "intervention", [pytest.param(i, marks=asked_twice if i in PARAMETRIZED else ()) for i in INTERVENTIONS]
-)
+@pytest.mark.parametrize("intervention", INTERVENTIONS)
 def test_what_is_done_to_a_linear_has_its_effect(device, intervention):
     reference, new = make_pair(*SIZES, device=device)
     x = make_input(5, 33, device, requires_grad=True)
