@@ -36,7 +36,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 CPU_ROWS = 128  # the default size on a CPU: enough rows to tell TF32 from float32, few enough for seconds
 FURTHER_CALLS = 20  # for what is right in its first calls only: about as many have gone before
-SECONDS_FOR_CALLS = 5  # and no more of them than fit in this time
+SECONDS_FOR_CALLS = 3  # and no more of them than fit in this time
 PERTURB = 0x80  # glibc fills freed memory with this byte, and new memory with its complement: 3.4e38 as a float32
 REFERENCE_SLACK = 1.5  # where the reference itself strays beyond the tolerance, how much further a solution may
 
@@ -296,7 +296,7 @@ def round_to_tf32(x):
 @torch.no_grad()
 def evaluate_in_tf32(model, inputs):
     """``model(*inputs)`` with TF32 products: on a GPU the real ones, on a CPU the float32 ones of rounded operands."""
-    if any(p.is_cuda for p in model.parameters()):
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
         with cuda_matmul_precision("tf32"):
             return model(*inputs)
     rounded = copy.deepcopy(model)
@@ -557,6 +557,7 @@ class Stage:
 
 def solution_process(descriptor):
     """Answer the parent's requests on the socket with that file descriptor until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     stream = socket.socket(fileno=descriptor).makefile("rwb")
     start = receive(stream, weights_only=True)
     if start["precision"]:
@@ -652,7 +653,7 @@ class Check:
             self.distribution(distribution, distribution.name, seed, accuracy=True)
             if distribution.name == "scaled":
                 self.sizes_and_conduct(distribution)
-        self.odd_features(distribution)
+        self.odd_features(others[-1])
 
     def use(self, model):
         """Let ``model`` be the reference from here on, and a float64 copy of it the oracle."""
@@ -745,7 +746,8 @@ class Check:
             truth = Truth(expected, exact, judged_by, self.options.atol, self.options.rtol)
         except Exception as error:
             if not self.cases:
-                raise CouldNotRun(f"The reference does not run in float32 and float64: {one_line(error)}") from error
+                why = f"does not run on {self.rows} rows (--batch-size sets that), as it is and in float64"
+                raise CouldNotRun(f"The reference {why}: {one_line(error)}") from error
             self.notes.append(f"{name}: left out, the reference raises {one_line(error)}")
             return
         reply = self.solution.ask(**{"calls": 1, **request})
@@ -922,7 +924,9 @@ def summary(check):
         yield "The solution is nearer to the truth than the reference that it failed against: see --oracle float64."
     yield from check.notes
     if words := [r for r in judged if "accuracy" in r]:
-        ratio = lambda r: r["solution_rms"] / r["reference_rms"] if r["reference_rms"] else math.inf
+        ratio = lambda r: (
+            r["solution_rms"] / r["reference_rms"] if r["reference_rms"] else (math.inf if r["solution_rms"] else 1.0)
+        )
         worst = max(words, key=lambda r: (ACCURACY.index(r["accuracy"]), ratio(r)))
         yield f"Accuracy: {worst['accuracy']} ({ratio(worst):.2g} times the reference's error in '{worst['case']}')."
     yield from check.faults
