@@ -115,6 +115,7 @@ constexpr int kThreads = 128;
 constexpr int kGroup = 4;     // elements a thread handles at once: 16 bytes of float32
 constexpr int kChunk = 4096;  // columns of a row that a block keeps in registers
 constexpr int kSigmoidThreads = 256;
+constexpr int kSweep = 4;  // groups a thread reads before it waits for the first
 
 template <int kParts>
 struct Precision {
@@ -193,9 +194,11 @@ __device__ int group_start(int chunk, int g) {
   return chunk + (g * kBlock + threadIdx.x) * kGroup;
 }
 
+// Written as assembly because the compiler makes two stores of one of them.
 __device__ void store_halves(__half* to, const __half2 (&v)[kGroup / 2]) {
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(reinterpret_cast<const unsigned&>(v[0]), reinterpret_cast<const unsigned&>(v[1]));
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(reinterpret_cast<const unsigned&>(v[0])),
+               "r"(reinterpret_cast<const unsigned&>(v[1]))
+               : "memory");
 }
 
 // Writes a group of scaled values into the segments of an operand's row, `padded` elements apart.
@@ -361,8 +364,9 @@ __device__ float sigmoid(float z) {
 // h = sigmoid(z + b1) of one row of the first product, split as the second product's operand. h may be taken less 1/2
 // ("centred"), which shortens the second product's sums: where the whole row is above 1/8, so that abs(h - 1/2) <= 3 h
 // and nothing is lost; in the tf32 form also where a third of the row is above 1/2 and no row of W2 is dominated by a
-// few elements. One block a row, in registers where it fits: 4 bytes read, 2 * kParts written an element, and 4 more
-// where h is kept in float32 for the gradients, in z's place.
+// few elements. One block a row. It writes the row centred before it knows, as most are, and again where that was
+// wrong: 4 bytes read, 2 * kParts written an element, and 4 more where h is kept in float32 for the gradients, in z's
+// place.
 template <int kParts>
 __global__ void __launch_bounds__(kSigmoidThreads, 4)
     bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride, const float* __restrict__ x_doubt,
@@ -373,61 +377,45 @@ __global__ void __launch_bounds__(kSigmoidThreads, 4)
   const int cols = weight.rows, padded = weight.padded_rows;
   float* row = hidden.product + r * padded;
   const float row_scale = hidden.row_scale[r] * hidden.correction;
-  constexpr int kCount = kGroups<kSigmoidThreads>;
-  float z[kCount][kGroup];
-  // The loads of a chunk all start before the first is waited for; beyond the row's end the last group is read again.
-  const auto load_chunk = [&](int chunk) {
-#pragma unroll
-    for (int g = 0; g < kCount; ++g)
-      load_passing(z[g], row + min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup));
-  };
-  load_chunk(0);
   const auto x_element = [&](int64_t k) { return x[r * x_stride + k]; };
   const bool repaired = repair_row(row, row_scale, x_doubt[r], false, x_element, weight);
-  if (repaired) load_chunk(0);
-  const auto scale_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
-    float scale[kGroup], bias[kGroup];
-#pragma unroll
-    for (int g = 0; g < kCount; ++g) {
-      const int start = min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup);
-      load_vector(scale, weight.scale + start);
-      load_vector(bias, weight.padded_bias + start);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
-    }
-  };
   float lowest = INFINITY;
   int above_half = 0;
-  for (int chunk = 0; chunk < padded; chunk += kChunk) {
-    if (chunk > 0) load_chunk(chunk);
-    scale_chunk(chunk);
+  const auto sweep = [&](float shift, bool again) {
+    for (int chunk = 0; chunk < padded; chunk += kSweep * kSigmoidThreads * kGroup) {
+      float v[kSweep][kGroup], scale[kGroup], bias[kGroup];
 #pragma unroll
-    for (int g = 0; g < kCount; ++g) {
+      for (int g = 0; g < kSweep; ++g) {  // all loads start before the first is waited for
+        const int start = chunk + (g * kSigmoidThreads + threadIdx.x) * kGroup;
+        load_passing(v[g], row + min(start, padded - kGroup));
+      }
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        lowest = fminf(lowest, z[g][i]);
-        if (kParts == 1) above_half += group_start<kSigmoidThreads>(chunk, g) < padded && z[g][i] > 0.f;
+      for (int g = 0; g < kSweep; ++g) {
+        const int start = chunk + (g * kSigmoidThreads + threadIdx.x) * kGroup;
+        if (start >= padded) continue;
+        if (!(again && hidden.keep)) {  // pad columns have neither scale nor bias: z is 0 there
+          load_vector(scale, weight.scale + start);
+          load_vector(bias, weight.padded_bias + start);
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            const float z = fmaf(v[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
+            lowest = fminf(lowest, z);
+            if (kParts == 1) above_half += z > 0.f;
+            v[g][i] = sigmoid(z);
+          }
+          if (hidden.keep) store_vector(row + start, v[g]);
+        }
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) v[g][i] = fmaf(v[g][i], 0x1p15f, shift);
+        store_group<kParts, false>(operand + r * kParts * padded, start, padded, v[g]);
       }
     }
-  }
+  };
+  sweep(-0x1p14f, false);
   lowest = sigmoid(-block_reduce(-lowest, Max()));
   bool centre = lowest >= 0.125f;
   if (kParts == 1) centre |= block_reduce(above_half, Sum()) >= cols / 3 && next_largest[1] <= 8.f;
-  const float shift = centre ? -0x1p14f : 0.f;
-  for (int chunk = 0; chunk < padded; chunk += kChunk) {
-    if (padded > kChunk) load_chunk(chunk), scale_chunk(chunk);
-#pragma unroll
-    for (int g = 0; g < kCount; ++g) {
-      const int start = group_start<kSigmoidThreads>(chunk, g);
-      if (start >= padded) continue;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[g][i] = sigmoid(z[g][i]);
-      if (hidden.keep) store_vector(row + start, z[g]);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], 0x1p15f, shift);
-      store_group<kParts, false>(operand + r * kParts * padded, start, padded, z[g]);
-    }
-  }
+  if (!centre) sweep(0.f, true);
   if (threadIdx.x == 0) {
     const bool tiny = !centre && lowest * 0x1p15f < Precision<kParts>::kTiny;
     doubt[r] = tiny ? cols * Precision<kParts>::kDoubtPerTiny : 0.f;
@@ -448,14 +436,13 @@ __global__ void __launch_bounds__(kThreads)
   if (r >= batch) return;
   const int cols = weight.rows;
   float* row = product + r * weight.padded_rows;
-  constexpr int kCount = 4;  // groups a thread reads before it waits for the first
-  float y[kCount][kGroup], bias[kGroup], scale[kGroup], half_sum[kGroup];
+  float y[kSweep][kGroup], bias[kGroup], scale[kGroup], half_sum[kGroup];
   const auto group_at = [&](int chunk, int g) {
     return chunk + (g * static_cast<int>(blockDim.x) + threadIdx.x) * kGroup;
   };
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
-    for (int g = 0; g < kCount; ++g) load_vector(y[g], row + min(group_at(chunk, g), weight.padded_rows - kGroup));
+    for (int g = 0; g < kSweep; ++g) load_vector(y[g], row + min(group_at(chunk, g), weight.padded_rows - kGroup));
   };
   load_chunk(0);
   const bool centre = kSplit && centred[r];
@@ -471,11 +458,11 @@ __global__ void __launch_bounds__(kThreads)
   const bool bias_aligned = kSplit || aligned(bias_row, 0);
   float largest = -INFINITY, sum = 0.f;
   bool nan = false;
-  for (int chunk = 0; chunk < cols; chunk += kCount * blockDim.x * kGroup) {
+  for (int chunk = 0; chunk < cols; chunk += kSweep * blockDim.x * kGroup) {
     if (chunk > 0) load_chunk(chunk);
     float top = largest;
 #pragma unroll
-    for (int g = 0; g < kCount; ++g) {
+    for (int g = 0; g < kSweep; ++g) {
       const int start = group_at(chunk, g);
       if (start >= cols) {
         y[g][0] = y[g][1] = y[g][2] = y[g][3] = -INFINITY;
@@ -500,7 +487,7 @@ __global__ void __launch_bounds__(kThreads)
     largest = top;
     const float base = isinf(top) ? 0.f : top;  // an infinite maximum is the result itself, and inf - inf would be NaN
 #pragma unroll
-    for (int g = 0; g < kCount; ++g)
+    for (int g = 0; g < kSweep; ++g)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) sum += fast_exp(y[g][i] - base);
   }
@@ -1535,20 +1522,22 @@ def _check(x, weight):
         )
 
 
-def _fits_fused(x, *parameters):
+def _fits_fused(x, weight1, bias1, weight2, bias2):
     """Whether the fused operator covers these tensors; PyTorch's own ops cover the rest."""
-    weight1, bias1, weight2, bias2 = parameters
-    if bias1 is None or bias2 is None or x.dim() != 2:
+    if torch.is_autocast_enabled("cuda") or torch._C._are_functorch_transforms_active():
         return False
-    shapes = (bias1.numel(), x.shape[1]), (bias1.numel(),), (bias2.numel(), bias1.numel()), (bias2.numel(),)
+    for t in (x, weight1, bias1, weight2, bias2):
+        if type(t) not in (torch.Tensor, nn.Parameter):  # none at all, or a sharded one, say
+            return False
+        if not t.is_cuda or t.device != x.device or t.dtype is not torch.float32 or t.layout is not torch.strided:
+            return False
+    if x.dim() != 2 or bias1.dim() != 1 or bias2.dim() != 1:
+        return False
+    (batch, features), hidden, outputs = x.shape, bias1.shape[0], bias2.shape[0]
     return (
-        all(type(t) in (torch.Tensor, nn.Parameter) for t in (x, *parameters))  # a sharded one, say, is neither
-        and all(t.is_cuda and t.device == x.device for t in (x, *parameters))
-        and all(t.dtype == torch.float32 and t.layout == torch.strided for t in (x, *parameters))
-        and all(p.shape == shape for p, shape in zip(parameters, shapes, strict=True))
-        and 0 not in (*x.shape, *weight1.shape, *weight2.shape)
-        and not torch.is_autocast_enabled("cuda")
-        and not torch._C._are_functorch_transforms_active()
+        weight1.shape == (hidden, features)
+        and weight2.shape == (outputs, hidden)
+        and 0 not in (batch, features, hidden, outputs)
     )
 
 
