@@ -119,7 +119,8 @@ NVCC_FLAGS = ["-O3"]
 
 # --- build block: the same text in every solution of this project (tests/test_build.py compares them) ---
 
-_TOOLKIT = f'pip install "cuda-toolkit[nvcc,cccl]=={torch.version.cuda}.*"'
+# nvcc's package asks for nvvm and crt of any version; their extras pin them to its own, without which ptxas fails.
+_TOOLKIT = f'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]=={torch.version.cuda}.*"'
 
 
 class _Explain(contextlib.AbstractContextManager):

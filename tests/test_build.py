@@ -595,7 +595,7 @@ def test_headers_that_the_toolkit_lacks_come_from_the_pip_packages(real):
 def test_missing_header_is_named_with_its_package(real, where):
     with pytest.raises(RuntimeError) as error:
         real.run(toy(real.number, **{where: "#include <nv/absent>"})).build()
-    assert "nv/absent" in first_line(error) and 'pip install "cuda-toolkit[nvcc,cccl]' in first_line(error)
+    assert "nv/absent" in first_line(error) and 'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]' in first_line(error)
 
 
 FIRST_USE = """
