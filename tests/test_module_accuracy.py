@@ -1,0 +1,200 @@
+"""How exact ModelNew is on a GPU, against float64 and beside eager PyTorch at the same precision."""
+
+import copy
+
+import pytest
+import torch
+from conftest import examples, make_input, make_pair
+from hypothesis import given
+from hypothesis import strategies as st
+
+import check
+import reference as problem
+from model_new import ModelNew
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda:0"
+UNIT = 2.0**-23  # of float32's mantissa
+either_form = pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
+
+
+def rms(t):
+    return t.double().square().mean().sqrt().item()
+
+
+@torch.no_grad()
+def exact_out(model, x):
+    """``model(x)`` in float64, 2048 rows at a time."""
+    double = copy.deepcopy(model).double()
+    return torch.cat([double(rows.double()) for rows in x.split(2048)])
+
+
+@pytest.mark.parametrize("distribution", check.DISTRIBUTIONS, ids=lambda d: d.name)
+def test_the_five_distributions_at_full_size(distribution, precision):
+    model = check.draw_model(problem, distribution, 0, GPU)
+    (x,) = check.draw(problem, distribution, 1, device=GPU)
+    new = ModelNew(*problem.get_init_inputs()).to(GPU)
+    new.load_state_dict(model.state_dict())
+    exact = exact_out(model, x)
+    with torch.no_grad():
+        precision("highest")
+        ours, eager = rms(new(x) - exact), rms(model(x) - exact)
+        assert ours <= max(2 * eager, 3 * UNIT * exact.abs().mean().item()), f"{ours:.2e}, eager float32 {eager:.2e}"
+        precision("high")
+        ours, eager = rms(new(x) - exact), rms(model(x) - exact)
+        assert ours <= eager, f"{ours:.2e}, eager TF32 {eager:.2e}"
+
+
+@pytest.mark.parametrize("distribution", check.DISTRIBUTIONS, ids=lambda d: d.name)
+@pytest.mark.parametrize("sizes", [(21, 33, 65, 17), (2048, 1000, 1025, 1023)], ids=["plain", "split"])
+def test_gradients(sizes, distribution, precision):
+    """Within twice eager's own error at either precision, or 3 units of their rms, the loss weighted by rows."""
+    batch, input_size, hidden, output = sizes
+    torch.manual_seed(0)
+    model = problem.Model(input_size, hidden, output)
+    x = torch.rand(batch, input_size)
+    with torch.no_grad():
+        if distribution.parameters:
+            distribution.parameters(model)
+        if distribution.inputs:
+            x = distribution.inputs(x)
+    model, x = model.to(GPU), x.to(GPU)
+    new = ModelNew(input_size, hidden, output).to(GPU)
+    new.load_state_dict(model.state_dict())
+
+    def gradients(module):
+        dtype = next(module.parameters()).dtype
+        leaf = x.to(dtype).requires_grad_()
+        weighted = module(leaf) * torch.linspace(-2, 3, batch, device=GPU, dtype=dtype)
+        return torch.autograd.grad(weighted.sum(), [leaf, *module.parameters()])
+
+    exact = gradients(copy.deepcopy(model).double())
+    for mode in "highest", "high":
+        precision(mode)
+        names = "x", "weight1", "bias1", "weight2", "bias2"
+        for name, truth, ours, eager in zip(names, exact, gradients(new), gradients(model), strict=True):
+            error, allowed = rms(ours - truth), max(2 * rms(eager - truth), 3 * UNIT * rms(truth))
+            assert error <= allowed, f"{mode}, {name}: {error:.2e}, allowed {allowed:.2e}"
+
+
+def check_as_good_as_float32(new, model, x, factor=4):
+    """Asserts that each element is as far from float64 as float32's rounding makes it, bounded by the sums' terms.
+
+    Where the exact result is NaN or infinite, and eager's is so too, ours is the same.
+    """
+    with torch.no_grad():
+        out, eager, exact = new(x), model(x), exact_out(model, x)
+    finite = eager.isfinite() & exact.isfinite()
+    torch.testing.assert_close(out[~finite], eager[~finite], rtol=0, atol=0, equal_nan=True)
+    error, allowed = (out - exact).abs(), (eager - exact).abs()
+    bound = factor * allowed.clamp_min(4 * UNIT) + 8 * UNIT * exact.abs()
+    worst = (error / bound)[finite].max().item() if finite.any() else 0
+    i = int((error / bound).nan_to_num().argmax())
+    assert worst <= 1, f"row {i}: {out[i]}, eager {eager[i]}, exact {exact[i]}"
+
+
+def spanning(rows, cols, octaves, seed, largest=3.0):
+    """A matrix whose rows' elements span that many powers of two, evenly, from ``largest`` down."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = -octaves * torch.rand(rows, cols, generator=generator)
+    return torch.randn(rows, cols, generator=generator).sign() * largest * 2**exponents
+
+
+@either_form
+@pytest.mark.parametrize("octaves", [0, 10, 20, 40, 60])
+@pytest.mark.parametrize("where", ["x", "weight1", "weight2", "all"])
+def test_rows_that_span_many_magnitudes(hold, split, where, octaves):
+    """Products of a row's small elements are as exact as float32's, though a neighbour is larger by far."""
+    hold(split)
+    batch, input_size, hidden, output = 37, 130, 67, 35
+    model, new = make_pair(input_size, hidden, output, device=GPU)
+    x = make_input(batch, input_size, GPU)
+    with torch.no_grad():
+        for module in model, new:
+            if where in ("weight1", "all"):
+                module.linear1.weight.copy_(spanning(hidden, input_size, octaves, 3))
+            if where in ("weight2", "all"):
+                module.linear2.weight.copy_(spanning(output, hidden, octaves, 4, largest=50))
+    if where in ("x", "all"):
+        x = spanning(batch, input_size, octaves, 5).to(GPU)
+    check_as_good_as_float32(new, model, x)
+
+
+@either_form
+@pytest.mark.parametrize("gap", [1e3, 1e6, 1e9, 1e15, 1e25])
+@pytest.mark.parametrize("where", ["x", "weight1", "weight2"])
+def test_a_large_element_that_meets_zero(hold, split, where, gap):
+    """One element of each row is larger by ``gap``, and meets zeros: the rest alone decides, to float32's accuracy."""
+    hold(split)
+    batch, input_size, hidden, output = 37, 130, 67, 35
+    model, new = make_pair(input_size, hidden, output, device=GPU)
+    x = make_input(batch, input_size, GPU)
+    with torch.no_grad():
+        for module in model, new:
+            weight1, weight2 = module.linear1.weight, module.linear2.weight
+            if where == "x":
+                weight1[:, 7] = 0
+            if where == "weight1":
+                weight1[:, 7] = gap
+            if where == "weight2":
+                weight2[:, 7] = gap
+                module.linear1.bias[7] = -1e4  # sigmoid 0
+        if where == "x":
+            x[:, 7] = gap
+        if where == "weight1":
+            x[:, 7] = 0
+    check_as_good_as_float32(new, model, x)
+
+
+SPECIAL = {
+    "zeros": lambda m: m.zero_(),
+    "a zero row": lambda m: m[3].zero_(),
+    "a zero column": lambda m: m[:, 3].zero_(),
+    "subnormals": lambda m: m.mul_(1e-39),
+    "a subnormal row": lambda m: m[3].mul_(1e-40),
+    "a row near the limit": lambda m: m[3].copy_(m[3].sign() * 1e37),
+    "a row beyond the scales' range": lambda m: m[3].mul_(1e30),
+    "a tiny row": lambda m: m[3].mul_(1e-30),
+    "an infinity": lambda m: m[3, 5].fill_(torch.inf),
+    "minus infinity": lambda m: m[3, 5].fill_(-torch.inf),
+    "both infinities": lambda m: (m[3, 5].fill_(torch.inf), m[3, 6].fill_(-torch.inf)),
+    "NaN": lambda m: m[3, 5].fill_(torch.nan),
+    "the last element NaN": lambda m: m[-1, -1].fill_(torch.nan),
+    "the last element infinite": lambda m: m[-1, -1].fill_(torch.inf),
+}
+
+
+@either_form
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("where", ["x", "weight1", "weight2"])
+def test_special_values(hold, split, where, special):
+    hold(split)
+    model, new = make_pair(130, 67, 35, device=GPU)
+    x = make_input(37, 130, GPU)
+    with torch.no_grad():
+        for module in model, new:
+            if where != "x":
+                SPECIAL[special](module.linear1.weight if where == "weight1" else module.linear2.weight)
+        if where == "x":
+            SPECIAL[special](x)
+    check_as_good_as_float32(new, model, x)
+
+
+@either_form
+@examples(60)
+@given(
+    seed=st.integers(0, 2**31),
+    octaves=st.tuples(*[st.integers(0, 80)] * 3),
+    scales=st.tuples(*[st.integers(-60, 20)] * 3),
+)
+def test_any_span_at_any_scale(hold, split, seed, octaves, scales):
+    """Spans and scales of x, W1 and W2 at once, and some zeros."""
+    hold(split)
+    model, new = make_pair(50, 41, 23, device=GPU)
+    x = spanning(9, 50, octaves[0], seed, 2.0 ** scales[0]).to(GPU)
+    with torch.no_grad():
+        for module in model, new:
+            module.linear1.weight.copy_(spanning(41, 50, octaves[1], seed + 1, 2.0 ** scales[1]))
+            module.linear2.weight.copy_(spanning(23, 41, octaves[2], seed + 2, 2.0 ** min(scales[2], 6)))
+            module.linear2.weight[:, ::3] = 0
+    check_as_good_as_float32(new, model, x)

@@ -1,0 +1,566 @@
+"""ModelNew on a GPU: what depends on streams, graphs, memory, compilers and size.
+
+What holds on every device is in test_module.py, and runs there through both forms of the fused operators.
+"""
+
+import copy
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import ROOT, check_gradients, check_match, check_same_outcome, gradients, make_input, make_pair, outcome
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import model_new
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda:0"
+SIZES = {  # batch, input, hidden, output: sizes at which the module by itself chooses each form
+    "plain": (21, 33, 65, 17),
+    "split": (2048, 1000, 1025, 1023),
+}
+either_form = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+either_precision = pytest.mark.parametrize("mode", ["highest", "high"])
+TOLERANCE = {"highest": 1e-4, "high": 1e-2}
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """PyTorch's deterministic mode, in which memory that nobody has written yet is NaN, and cuBLAS may be used."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def set_up(sizes, **options):
+    """The reference, ``ModelNew`` and x, on the GPU."""
+    batch, *rest = sizes
+    return *make_pair(*rest, device=GPU), make_input(batch, rest[0], GPU, **options)
+
+
+def run_script(script, **environment):
+    """Runs a Python script in the project's folder, in a process of its own."""
+    start = "import sys, torch; from model_new import ModelNew; x = torch.randn(21, 33, device='cuda')\n"
+    start += "model = ModelNew(33, 65, 17).cuda(); plain = lambda x: torch.logsumexp(model.linear2(torch.sigmoid("
+    start += "model.linear1(x))), dim=1)\n"
+    process = subprocess.run(
+        [sys.executable, "-c", start + script], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+# ---- Operators -------------------------------------------------------------------------------------------------------
+
+
+def operator_calls(batch, input_size, hidden, output, tf32, split):
+    """Each operator with arguments that fit: (operator, positional arguments)."""
+    _, new, x = set_up((batch, input_size, hidden, output))
+    operators = model_new.extension(0)
+    weight1, bias1, weight2, bias2 = (p.detach() for p in new.parameters())
+    inputs = x, weight1, bias1, weight2, bias2, tf32
+    kept = operators.forward_keeping(*inputs, split=split)
+    grad = torch.linspace(-1, 2, batch, device=GPU)
+    yield operators.forward.default, inputs
+    yield operators.forward_keeping.default, inputs
+    for needs in itertools.product([False, True], repeat=3):
+        yield operators.gradients.default, (grad, x, weight1, weight2, *kept, tf32, *needs)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
+@pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"])
+def test_opcheck(split, tf32):
+    for operator, arguments in operator_calls(16, 24, 40, 32, tf32, split):
+        torch.library.opcheck(operator, arguments, {"split": split})
+    for operator, arguments in operator_calls(5, 33, 65, 17, tf32, split):  # their padding is nobody's to compare
+        torch.library.opcheck(operator, arguments, {"split": split}, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
+def test_operators_refuse_what_does_not_fit(split):
+    forward = model_new.extension(0).forward
+    _, new, x = set_up((5, 33, 65, 17))
+    good = [x, *(p.detach() for p in new.parameters())]
+    for i, name in enumerate(("x", "weight1", "bias1", "weight2", "bias2")):
+        for bad in (good[i][..., :-1], good[i].double(), good[i].cpu(), good[i][None], good[i][:0]):
+            if name == "x" and bad.shape == (0, 33):
+                continue
+            arguments = [*good[:i], bad, *good[i + 1 :]]
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                forward(*arguments, False, split=split)
+    torch.cuda.synchronize()
+    check_match(forward(*good, False, split=split), new(x).detach())
+
+
+def test_mixed_devices():
+    """RuntimeError, in which devices are named, and the GPU is usable after."""
+    reference, new, x = set_up(SIZES["plain"])
+    with pytest.raises(RuntimeError, match=r"x must be on cuda:0.*on cpu"):
+        new(x.cpu())
+    with pytest.raises(RuntimeError, match=r"x must be on cpu.*on cuda:0"):
+        copy.deepcopy(new).cpu()(x)
+    half_moved = copy.deepcopy(new)
+    half_moved.linear2.cpu()
+    with pytest.raises(RuntimeError, match="device"):
+        half_moved(x)
+    check_match(new(x), reference(x))
+
+
+# ---- Streams, threads, graphs ----------------------------------------------------------------------------------------
+
+
+@either_form
+def test_runs_on_the_current_stream(sizes):
+    """Work that writes x is still waiting when the module is called; nothing of the module's is on another stream."""
+    reference, new, x = set_up(sizes, requires_grad=True)
+    inputs = [make_input(*sizes[:2], GPU, seed=seed) for seed in range(4)]
+    expected = [reference(i).detach() for i in inputs]
+    expected_grads = [gradients(reference, i)["linear1.weight"] for i in inputs]
+    new(x).sum().backward()
+    torch.cuda.synchronize()
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    buffers = [torch.empty_like(inputs[0]) for _ in streams]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # half a second on the default stream: what is put there stays undone
+    done = []
+    for step in range(100):
+        which = step % 2
+        with torch.cuda.stream(streams[which]):
+            torch.cuda._sleep(20_000)
+            buffers[which].copy_(inputs[step % 4])
+            with torch.no_grad():
+                done.append((step % 4, new(buffers[which])))
+            buffers[which].fill_(torch.nan)
+    for stream in streams:
+        stream.synchronize()
+    assert not torch.cuda.default_stream().query(), "the module waited for the default stream"
+    for which, out in done:
+        check_match(out, expected[which])
+    with torch.cuda.stream(streams[0]):
+        for which in range(4):
+            torch.cuda._sleep(20_000)
+            buffers[0].copy_(inputs[which])
+            new.zero_grad()
+            new(buffers[0]).sum().backward()
+            gradient = new.linear1.weight.grad.clone()
+            buffers[0].fill_(torch.nan)
+            largest = expected_grads[which].abs().max().item()
+            torch.testing.assert_close(gradient, expected_grads[which], rtol=1e-4, atol=1e-4 * largest)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
+def test_copies_live_as_long_as_they_are_read(hold, split):
+    """Layouts that are copied first, on a side stream, with other memory taken and given back in between."""
+    hold(split)
+    reference, new, _ = set_up((40, 33, 65, 17))
+    for module in reference, new:
+        module.linear1.weight = nn.Parameter(module.linear1.weight.detach().t().contiguous().t())
+    x = make_input(33, 40, GPU).t()
+    before = x.clone()
+    with torch.no_grad():
+        expected = reference(x)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = []
+            for _ in range(1000):
+                outs.append(new(x))
+                torch.full((40, 33), torch.nan, device=GPU)
+            check_match(torch.stack(outs), expected.expand(1000, -1))
+        torch.cuda.synchronize()
+    assert torch.equal(x, before)
+
+
+@either_form
+def test_threads(sizes):
+    """Four threads, each on its own stream, on one module."""
+    reference, new, _ = set_up(sizes)
+    inputs = [make_input(*sizes[:2], GPU, seed=seed) for seed in range(4)]
+    expected = [reference(x).detach() for x in inputs]
+    new(inputs[0])
+    torch.cuda.synchronize()
+    together = threading.Barrier(4)
+
+    def work(which):
+        together.wait()
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            outs = [new(inputs[which]) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return outs
+
+    with ThreadPoolExecutor(4) as pool:
+        for which, outs in enumerate(pool.map(work, range(4))):
+            for out in outs:
+                check_match(out, expected[which])
+
+
+@either_form
+@either_precision
+def test_cublas_is_left_as_found(sizes, mode, precision):
+    precision(mode)
+    _, new, x = set_up(sizes, requires_grad=True)
+    a = make_input(300, 301, GPU)
+    before = a @ a.t()
+    new(x).sum().backward()
+    assert torch.equal(a @ a.t(), before)
+
+
+@either_form
+@either_precision
+def test_graph_capture(sizes, mode, precision):
+    """Replays see new inputs and new weights."""
+    precision(mode)
+    reference, new, x = set_up(sizes)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                new(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = new(x)
+        for seed in 5, 6, 7:
+            x.copy_(make_input(*sizes[:2], GPU, seed=seed))
+            for module in reference, new:
+                module.linear1.weight.mul_(1.25)
+                module.linear2.bias.add_(0.5)
+            graph.replay()
+            check_match(out, reference(x), TOLERANCE[mode])
+            assert torch.equal(out, new(x))
+
+
+@either_form
+def test_graphed_callable(sizes):
+    reference, new, x = set_up(sizes, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(new), (x,))
+    for seed in 5, 6, 7:
+        check_gradients(graphed, reference, make_input(*sizes[:2], GPU, seed=seed, requires_grad=True))
+
+
+def test_the_first_call_ever_inside_a_graph():
+    """Works, or says in one error to call the module once before; the process goes on either way."""
+    out = run_script("""
+graph, text = torch.cuda.CUDAGraph(), ""
+torch.mm(x, x.t())  # PyTorch's own cuBLAS handle and workspace
+try:
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = model(x)
+except RuntimeError as error:
+    text = str(error)
+else:
+    graph.replay()
+    assert torch.allclose(out, plain(x), atol=1e-4)
+torch.cuda.synchronize()
+assert torch.allclose(model(x), plain(x), atol=1e-4)
+print("captured" if not text else text)
+""")
+    assert out.strip() == "captured" or "once" in out
+
+
+def test_exit_right_after_a_forward():
+    run_script("""
+from threading import Thread
+thread = Thread(target=lambda: model(x).sum().backward())
+thread.start(), thread.join()
+model(x)
+""")
+
+
+@either_form
+@either_precision
+def test_no_synchronisation(sizes, mode, precision):
+    precision(mode)
+    _, new, x = set_up(sizes, requires_grad=True)
+    new(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        new(x).sum().backward()
+        with torch.no_grad():
+            new(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- Memory and determinism ------------------------------------------------------------------------------------------
+
+
+@either_form
+@pytest.mark.parametrize("first", ["new", "reference"])
+def test_memory_that_was_used_before(sizes, first):
+    """The allocator hands out blocks full of NaN; what a launch leaves unwritten would show."""
+    reference, new, x = set_up(sizes)
+    batch, _, hidden, output = sizes
+    outs = []
+    for module in (new, reference) if first == "new" else (reference, new):
+        for count in batch * hidden, batch * output, batch:
+            torch.full((2, count), torch.nan, device=GPU).unbind()
+        outs.append(module(x).detach())
+    check_match(*outs)
+    assert not outs[0].isnan().any()
+
+
+@either_form
+@either_precision
+def test_memory_that_nobody_has_written(sizes, mode, precision, deterministic):
+    precision(mode)
+    reference, new, x = set_up(sizes, requires_grad=True)
+    check_match(new(x), reference(x), TOLERANCE[mode])
+    check_gradients(new, reference, x, tolerance=TOLERANCE[mode])
+
+
+@either_form
+@either_precision
+def test_the_same_bits_from_run_to_run(sizes, mode, precision):
+    """With two other streams busy, which changes when what runs."""
+    precision(mode)
+    _, new, x = set_up(sizes, requires_grad=True)
+    first = new(x).detach()
+    first_gradients = gradients(new, x)
+    busy = torch.cuda.Stream(), torch.cuda.Stream()
+    a = make_input(1024, 1024, GPU)
+    for step in range(100):
+        with torch.cuda.stream(busy[step % 2]):
+            torch.mm(a, a)
+        assert torch.equal(new(x), first)
+        for name, gradient in gradients(new, x).items():
+            assert torch.equal(gradient, first_gradients[name]), name
+
+
+@either_form
+def test_deterministic_mode_without_a_workspace_setting(sizes, monkeypatch):
+    """PyTorch's own products raise then; ours raise too, or are the same to the bit."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    _, new, x = set_up(sizes)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = outcome(new, x)
+        if isinstance(first, Exception):
+            assert isinstance(first, RuntimeError) and "CUBLAS_WORKSPACE_CONFIG" in str(first)
+        else:
+            assert all(torch.equal(new(x), first) for _ in range(20))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@either_form
+def test_memory_stays_flat_without_backward(sizes):
+    _, new, x = set_up(sizes, requires_grad=True)
+    new(x), new(x)
+    torch.cuda.synchronize()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(1000):
+        new(x)
+    assert torch.cuda.memory_allocated() == before and torch.cuda.memory_reserved() == reserved
+
+
+# ---- Compilers and other processes -----------------------------------------------------------------------------------
+
+
+@either_precision
+def test_compile(fresh_compiler, precision, mode):
+    """In one graph, training and inference, with at most one more compilation for any batch; 0 and 1 have their own."""
+    precision(mode)
+    reference, new, _ = set_up(SIZES["plain"])
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(new, fullgraph=True, backend=counter)
+    for batch in 16, 17, 18, 40:
+        x = make_input(batch, 33, GPU, requires_grad=True)
+        check_match(compiled(x), reference(x), TOLERANCE[mode])
+        check_match(gradients(compiled, x)["x"], gradients(reference, x)["x"], 1e-2)
+    assert counter.frame_count <= 2
+    for batch in 1, 0, 23:
+        x = make_input(batch, 33, GPU)
+        check_match(compiled(x), reference(x), TOLERANCE[mode])
+        with torch.no_grad():
+            check_match(compiled(x), reference(x), TOLERANCE[mode])
+    big, new_big, x = set_up(SIZES["split"])
+    check_match(torch.compile(new_big, fullgraph=True)(x), big(x), TOLERANCE[mode])
+
+
+def test_compile_within_a_larger_function(fresh_compiler):
+    reference, new, x = set_up(SIZES["plain"])
+    around = lambda module: lambda x: torch.stack((module(x.t() * 2), module(x.t())[::1])).exp()
+    x = x.t().contiguous()
+    check_match(torch.compile(around(new), fullgraph=True)(x), around(reference)(x))
+
+
+def test_compile_follows_the_precision(fresh_compiler, precision):
+    """Settings that are changed after compiling, to and fro."""
+    _, new, x = set_up(SIZES["split"])
+    compiled = torch.compile(new, fullgraph=True)
+    with torch.no_grad():
+        for mode in "highest", "high", "highest":
+            precision(mode)
+            assert torch.equal(compiled(x), new(x)), mode
+        precision("highest")
+        exact = new(x)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert torch.equal(compiled(x), new(x)) and not torch.equal(compiled(x), exact)
+
+
+@either_form
+def test_reduce_overhead(sizes, fresh_compiler):
+    reference, new, _ = set_up(sizes)
+    compiled = torch.compile(new, mode="reduce-overhead", fullgraph=True)
+    for seed in range(5):
+        x = make_input(*sizes[:2], GPU, seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            check_match(compiled(x).clone(), reference(x))
+        reference.linear1.weight.data.mul_(1.1), new.linear1.weight.data.mul_(1.1)
+
+
+def test_compile_before_anything_else():
+    """The very first call in a process is a compiled one."""
+    run_script("""
+with torch.no_grad():
+    assert torch.allclose(torch.compile(model, fullgraph=True)(x), plain(x), atol=1e-4)
+torch.compile(model, fullgraph=True)(x).sum().backward()
+""")
+
+
+@either_form
+def test_export(sizes, tmp_path):
+    reference, new, x = set_up(sizes)
+    program = torch.export.export(new, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+    torch.export.save(program, tmp_path / "module.pt2")
+    loaded = torch.export.load(tmp_path / "module.pt2").module()
+    for rows in sizes[0], 5, 100:
+        x = make_input(rows, sizes[1], GPU)
+        check_match(loaded(x), reference(x))
+
+
+def on_gpu(module, x):
+    """In a spawned process."""
+    return module.to(GPU)(x.to(GPU)).tolist()
+
+
+def test_other_processes_after_a_forward(tmp_path):
+    reference, new, x = set_up(SIZES["plain"])
+    new(x).sum().backward()
+    expected = reference(x).tolist()
+    with ProcessPoolExecutor(1, torch.multiprocessing.get_context("spawn")) as pool:
+        sent = pool.submit(on_gpu, copy.deepcopy(new).cpu(), x.cpu()).result()
+    assert sent == pytest.approx(expected, abs=1e-4)
+    torch.save((new, x), tmp_path / "module.pt")
+    out = run_script(f"m, x = torch.load({str(tmp_path / 'module.pt')!r}, weights_only=False); print(m(x).tolist())")
+    assert eval(out) == pytest.approx(expected, abs=1e-4)
+
+
+def test_grad_scaler():
+    """Mixed-precision training as PyTorch documents it goes the way the reference goes."""
+    reference, new, _ = set_up(SIZES["plain"])
+    for module in reference, new:
+        optimizer, scaler = torch.optim.SGD(module.parameters(), 0.01), torch.amp.GradScaler("cuda", init_scale=1024.0)
+        for step in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = (module(make_input(21, 33, GPU, seed=step)) ** 2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    check_match(list(new.parameters()), list(reference.parameters()), 1e-2)
+
+
+# ---- Sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(65535, 3, 3, 3), (65536, 3, 3, 3), (70000, 3, 3, 3), (1 << 20, 3, 3, 3), (3, 5, 300_000, 7), (3, 5, 7, 300_000)],
+    ids=str,
+)
+def test_beyond_65535_rows_or_columns(hold, split, sizes):
+    hold(split)
+    reference, new, x = set_up(sizes, requires_grad=True)
+    check_match(new(x), reference(x))
+    exact = copy.deepcopy(reference).double()
+    actual, expected = gradients(new, x), gradients(exact, x.detach().double().requires_grad_())
+    for name, gradient in expected.items():
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(actual[name].double(), gradient, rtol=1e-4, atol=1e-4 * largest, msg=name)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
+@pytest.mark.parametrize("sizes", [(131_073, 8, 16_384, 4), (131_073, 16_384, 8, 4)], ids=str)
+def test_more_elements_than_32_bits_count(hold, split, sizes):
+    """h, then x, of more than 2^31 elements; some rows and their gradients against the same rows run alone."""
+    if torch.cuda.mem_get_info()[0] < 80 << 30:
+        pytest.skip("needs 80 GiB of free GPU memory")
+    hold(split)
+    batch, *rest = sizes
+    reference, new = make_pair(*rest, device=GPU)
+    x = torch.randn(batch, rest[0], device=GPU).requires_grad_()
+    rows = torch.tensor([0, 1, batch // 2, batch - 3, batch - 2, batch - 1], device=GPU)
+    out = new(x)
+    assert out.shape == (batch,)
+    check_match(out[rows], reference(x[rows]))
+    out.sum().backward()
+    some = x.detach()[rows].requires_grad_()
+    reference(some).sum().backward()
+    check_match(x.grad[rows], some.grad, 1e-5)
+    # Each row's softmax sums to 1, so the last bias's gradients sum to the batch.
+    assert new.linear2.bias.grad.sum().item() == pytest.approx(batch, rel=1e-4)
+
+
+def test_peak_memory_at_the_problem_s_size():
+    import reference as problem
+
+    x = torch.rand(problem.batch_size, problem.input_size, device=GPU)
+    peaks = []
+    for module in make_pair(*problem.get_init_inputs(), device=GPU):
+        with torch.no_grad():
+            module(x[:64]), module(x)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            module(x)
+            torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= peaks[0] / 2, f"{peaks[1] >> 20} MiB, the reference {peaks[0] >> 20} MiB"
+
+
+def test_nothing_is_kept_between_calls():
+    _, new, x = set_up(SIZES["split"])
+    with torch.no_grad():
+        new(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = new(x)
+        assert torch.cuda.memory_allocated() - before <= max(512, out.numel() * 4)
+
+
+def test_precision_decides_between_forms_of_one_module(precision):
+    """The module obeys the switch as it is at each call, whatever it was at the last."""
+    _, new, x = set_up(SIZES["split"])
+    with torch.no_grad():
+        seen = {}
+        for mode in "highest", "high", "medium", "highest", "high":
+            precision(mode)
+            out = new(x)
+            assert torch.equal(out, seen.setdefault("high" if mode == "medium" else mode, out))
+    assert not torch.equal(seen["highest"], seen["high"])
+
+
+def test_what_the_reference_takes_and_the_fused_operators_do_not():
+    """Odd kinds of x at a size at which the module would choose float16 products."""
+    reference, new, x = set_up(SIZES["split"])
+    for odd in (x[None], x[:, :, None], x[0], x.double(), x.half(), x.to_sparse(), x.cpu()):
+        check_same_outcome(outcome(new, odd), outcome(reference, odd), 1e-3)
+    torch.cuda.synchronize()
