@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-CPU_ROWS = 128  # the default size on a CPU: enough rows to tell TF32 from float32, few enough for seconds
+CPU_ROWS = 64  # the default size on a CPU: enough rows to tell TF32 from float32, few enough for seconds
 FURTHER_CALLS = 20  # for what is right in its first calls only: about as many have gone before
 SECONDS_FOR_CALLS = 3  # and no more of them than fit in this time
 PERTURB = 0x80  # glibc fills freed memory with this byte, and new memory with its complement: 3.4e38 as a float32
