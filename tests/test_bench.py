@@ -256,6 +256,21 @@ def test_a_compiler_that_fails_is_reported_and_does_not_end_the_run(problem, qui
     assert 'compile, "highest": OSError: no C++ compiler\n' in out and "model_new" in out
 
 
+@pytest.mark.parametrize("name, shown", [("forgets_a_bias", True), ("returns_nan", False)])
+def test_a_compiled_reference_that_strays_is_shown_with_its_error(problem, quick, monkeypatch, name, shown):
+    """It is a baseline: how far it strays is a result, unlike in a solution."""
+
+    def strayed(model):
+        other = bench.solution_class(problem.folder / f"{name}.py")(33, 65, 17)
+        other.load_state_dict(model.state_dict())
+        return other
+
+    monkeypatch.setattr(torch, "compile", strayed)
+    rows, refused = measure(problem, "model_new", sweep=False)
+    assert ("compile" in rows) == shown and ("compile" in refused) != shown
+    assert not shown or rows["compile"]["max_tolerance_share"] > 1
+
+
 def test_what_the_check_rejects_is_not_timed(problem, quick, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench, "verify", lambda p, path, *rest: "wrong" if path.stem == "raises" else None)
     solutions = [str(problem.folder / f"{name}.py") for name in ("model_new", "raises")]
