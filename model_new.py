@@ -115,7 +115,8 @@ constexpr int kThreads = 128;
 constexpr int kGroup = 4;     // elements a thread handles at once: 16 bytes of float32
 constexpr int kChunk = 4096;  // columns of a row that a block keeps in registers
 constexpr int kSigmoidThreads = 256;
-constexpr int kSweep = 4;  // groups a thread reads before it waits for the first
+constexpr int kSigmoidBlocks = 4;  // on a multiprocessor
+constexpr int kSweep = 4;          // groups a thread reads before it waits for the first
 
 template <int kParts>
 struct Precision {
@@ -364,11 +365,10 @@ __device__ float sigmoid(float z) {
 // h = sigmoid(z + b1) of one row of the first product, split as the second product's operand. h may be taken less 1/2
 // ("centred"), which shortens the second product's sums: where the whole row is above 1/8, so that abs(h - 1/2) <= 3 h
 // and nothing is lost; in the tf32 form also where a third of the row is above 1/2 and no row of W2 is dominated by a
-// few elements. One block a row. It writes the row centred before it knows, as most are, and again where that was
-// wrong: 4 bytes read, 2 * kParts written an element, and 4 more where h is kept in float32 for the gradients, in z's
-// place.
+// few elements. One block a row, in registers where it fits: 4 bytes read, 2 * kParts written an element, and 4 more
+// where h is kept in float32 for the gradients, in z's place.
 template <int kParts>
-__global__ void __launch_bounds__(kSigmoidThreads, 4)
+__global__ void __launch_bounds__(kSigmoidThreads, kSigmoidBlocks)
     bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride, const float* __restrict__ x_doubt,
                         const float* __restrict__ next_largest, __half* __restrict__ operand, float* __restrict__ doubt,
                         bool* __restrict__ centred) {
@@ -376,46 +376,61 @@ __global__ void __launch_bounds__(kSigmoidThreads, 4)
   const int64_t r = blockIdx.x;
   const int cols = weight.rows, padded = weight.padded_rows;
   float* row = hidden.product + r * padded;
+  constexpr int kCount = kGroups<kSigmoidThreads>;
+  float z[kCount][kGroup];
+  // The loads of a chunk all start before the first is waited for; beyond the row's end the last group is read again.
+  const auto load_chunk = [&](int chunk) {
+#pragma unroll
+    for (int g = 0; g < kCount; ++g)
+      load_passing(z[g], row + min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup));
+  };
+  load_chunk(0);
   const float row_scale = hidden.row_scale[r] * hidden.correction;
   const auto x_element = [&](int64_t k) { return x[r * x_stride + k]; };
   const bool repaired = repair_row(row, row_scale, x_doubt[r], false, x_element, weight);
-  float lowest = INFINITY;
-  int above_half = 0;
-  const auto sweep = [&](float shift, bool again) {
-    for (int chunk = 0; chunk < padded; chunk += kSweep * kSigmoidThreads * kGroup) {
-      float v[kSweep][kGroup], scale[kGroup], bias[kGroup];
+  if (repaired) load_chunk(0);
+  const auto scale_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
+    float scale[kGroup], bias[kGroup];
 #pragma unroll
-      for (int g = 0; g < kSweep; ++g) {  // all loads start before the first is waited for
-        const int start = chunk + (g * kSigmoidThreads + threadIdx.x) * kGroup;
-        load_passing(v[g], row + min(start, padded - kGroup));
-      }
+    for (int g = 0; g < kCount; ++g) {
+      const int start = min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup);
+      load_vector(scale, weight.scale + start);
+      load_vector(bias, weight.padded_bias + start);
 #pragma unroll
-      for (int g = 0; g < kSweep; ++g) {
-        const int start = chunk + (g * kSigmoidThreads + threadIdx.x) * kGroup;
-        if (start >= padded) continue;
-        if (!(again && hidden.keep)) {  // pad columns have neither scale nor bias: z is 0 there
-          load_vector(scale, weight.scale + start);
-          load_vector(bias, weight.padded_bias + start);
-#pragma unroll
-          for (int i = 0; i < kGroup; ++i) {
-            const float z = fmaf(v[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
-            lowest = fminf(lowest, z);
-            if (kParts == 1) above_half += z > 0.f;
-            v[g][i] = sigmoid(z);
-          }
-          if (hidden.keep) store_vector(row + start, v[g]);
-        }
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) v[g][i] = fmaf(v[g][i], 0x1p15f, shift);
-        store_group<kParts, false>(operand + r * kParts * padded, start, padded, v[g]);
-      }
+      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
     }
   };
-  sweep(-0x1p14f, false);
+  float lowest = INFINITY;
+  int above_half = 0;
+  for (int chunk = 0; chunk < padded; chunk += kChunk) {
+    if (chunk > 0) load_chunk(chunk);
+    scale_chunk(chunk);
+#pragma unroll
+    for (int g = 0; g < kCount; ++g)
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        lowest = fminf(lowest, z[g][i]);
+        if (kParts == 1) above_half += group_start<kSigmoidThreads>(chunk, g) < padded && z[g][i] > 0.f;
+      }
+  }
   lowest = sigmoid(-block_reduce(-lowest, Max()));
   bool centre = lowest >= 0.125f;
   if (kParts == 1) centre |= block_reduce(above_half, Sum()) >= cols / 3 && next_largest[1] <= 8.f;
-  if (!centre) sweep(0.f, true);
+  const float shift = centre ? -0x1p14f : 0.f;
+  for (int chunk = 0; chunk < padded; chunk += kChunk) {
+    if (padded > kChunk) load_chunk(chunk), scale_chunk(chunk);
+#pragma unroll
+    for (int g = 0; g < kCount; ++g) {
+      const int start = group_start<kSigmoidThreads>(chunk, g);
+      if (start >= padded) continue;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) z[g][i] = sigmoid(z[g][i]);
+      if (hidden.keep) store_vector(row + start, z[g]);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], 0x1p15f, shift);
+      store_group<kParts, false>(operand + r * kParts * padded, start, padded, z[g]);
+    }
+  }
   if (threadIdx.x == 0) {
     const bool tiny = !centre && lowest * 0x1p15f < Precision<kParts>::kTiny;
     doubt[r] = tiny ? cols * Precision<kParts>::kDoubtPerTiny : 0.f;
@@ -1190,7 +1205,8 @@ NVCC_FLAGS = ["-O3"]
 
 # --- build block: the same text in every solution of this project (tests/test_build.py compares them) ---
 
-_TOOLKIT = f'pip install "cuda-toolkit[nvcc,cccl]=={torch.version.cuda}.*"'
+# nvcc's package asks for nvvm and crt of any version; their extras pin them to its own, without which ptxas fails.
+_TOOLKIT = f'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]=={torch.version.cuda}.*"'
 
 
 class _Explain(contextlib.AbstractContextManager):
