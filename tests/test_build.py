@@ -505,6 +505,7 @@ def test_private_folder_where_home_cannot_be_written(shop, homeless):
 
 
 def test_private_folder_where_there_is_no_home(shop, homeless, monkeypatch):
+    monkeypatch.chdir(shop.folder)
     monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: os.path.realpath("~/.cache/torch_extensions"))
     assert shop.answer(shop.run().build()) == shop.number
     assert not Path("~").exists()
