@@ -208,9 +208,9 @@ def speedup(baseline, times):
 def cuda_clock():
     """``clock(step) -> (what it returned, ms between CUDA events, ms of wall time)`` on the current GPU.
 
-    The L2 cache is flushed before, by writing four times its size, and the step is issued meanwhile: the events time the
-    GPU, as in a program that keeps it busy, not the host on the way to the first launch. The host waits before and after
-    both, for the whole GPU: wall time, less the flush, covers work left on another stream, which the events do not.
+    The L2 cache is flushed before, by writing four times its size, and the step is issued meanwhile: the events time
+    the GPU, as in a program that keeps it busy, not the host on the way to the first launch. The host waits before and
+    after both, for the whole GPU: wall time, less the flush, covers work left on another stream, which the events miss.
     """
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
