@@ -115,7 +115,7 @@ def gradients(module, x, loss=torch.sum):
 
 
 def check_gradients(new, reference, x, loss=torch.sum, tolerance=1e-4):
-    """Asserts that both modules give the same gradients, each within ``tolerance`` of its largest element, of x of its row's."""
+    """Asserts that both modules give the same gradients, within ``tolerance`` of the largest element (of x: the row's)."""
     actual, expected = gradients(new, x, loss), gradients(reference, x, loss)
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -131,3 +131,11 @@ def check_gradients(new, reference, x, loss=torch.sum, tolerance=1e-4):
         wrong &= actual[name] != gradient  # infinities of the same sign
         assert actual[name].shape == gradient.shape and actual[name].dtype == gradient.dtype, name
         assert not wrong.any(), f"{name}: {actual[name][wrong][:3]}, the reference {gradient[wrong][:3]}"
+
+
+def examples(count):
+    """hypothesis's settings for ``count`` examples, the same in each run."""
+    unmoved = hypothesis.HealthCheck.function_scoped_fixture  # `device` is the same for all examples
+    return hypothesis.settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[unmoved]
+    )
