@@ -36,8 +36,8 @@ CUDA_SOURCE = r"""
 #include <cstdint>
 
 constexpr int COLUMNS = 64;   // columns of W a block adds up: 256 adjacent bytes of each row
-constexpr int SUM_THREADS = 1024;
-constexpr int SUM_LOADS = 8;  // loads a thread has in flight
+constexpr int SUM_THREADS = 512;
+constexpr int SUM_LOADS = 8;  // loads a thread has in flight: 64 KiB a block, of which a multiprocessor has one
 constexpr int DOT_THREADS = 256;
 constexpr int DOT_ROWS = 4;   // rows of x that share one reading of the column sums
 
@@ -65,22 +65,17 @@ column_sums_kernel(const float* weight, double* sums, int64_t rows, int64_t colu
 
   double sum[N] = {};
   if (column < columns) {
-    const float* from = weight + column;
-    int64_t row = first + down;
-    for (; row + (SUM_LOADS - 1) * DOWN < end; row += SUM_LOADS * DOWN) {
-      float value[SUM_LOADS][N];
+    // A ring: each value is added a round after its load was issued, so that the compiler cannot put the two together.
+    float value[SUM_LOADS][N] = {};
+    const int64_t begin = first + down - SUM_LOADS * DOWN;
+    for (int64_t row = begin; row < end; row += SUM_LOADS * DOWN) {
 #pragma unroll
-      for (int i = 0; i < SUM_LOADS; ++i) load<N>(from + (row + i * DOWN) * columns, value[i]);
+      for (int i = 0; i < SUM_LOADS; ++i) {
 #pragma unroll
-      for (int i = 0; i < SUM_LOADS; ++i)
-#pragma unroll
-        for (int j = 0; j < N; ++j) sum[j] += value[i][j];
-    }
-    for (; row < end; row += DOWN) {
-      float value[N];
-      load<N>(from + row * columns, value);
-#pragma unroll
-      for (int j = 0; j < N; ++j) sum[j] += value[j];
+        for (int j = 0; j < N; ++j) sum[j] += value[i][j], value[i][j] = 0;
+        const int64_t next = row + (SUM_LOADS + i) * DOWN;
+        if (next < end) load<N>(weight + next * columns + column, value[i]);
+      }
     }
   }
 #pragma unroll
@@ -104,16 +99,10 @@ __device__ __noinline__ double products(float x, const float* weight, int64_t co
   return sum;
 }
 
-// x (batch, columns) float32, sums (chunks, columns) float64, out (batch) float32:
-// out[r] = scale / 2 * sum_c(x[r, c] * sum_k(sums[k, c])). Reads 4 * batch * columns bytes, and the sums a block, from
-// the L2 cache. A block takes DOT_ROWS rows, a thread N columns in every DOT_THREADS * N.
-template <int N>
-__global__ void __launch_bounds__(DOT_THREADS)
-dot_kernel(const float* x, const double* sums, const float* weight, float* out, int64_t batch, int64_t rows,
-           int64_t columns, int chunks, double scale) {
-  __shared__ double partial[DOT_ROWS][DOT_THREADS / 32];
-  const int64_t first = int64_t(blockIdx.x) * DOT_ROWS;
-  double dot[DOT_ROWS] = {};
+// A thread's share of the dot products of DOT_ROWS rows: N columns in every DOT_THREADS * N.
+template <int N, bool BY_PRODUCTS>  // for infinities in x, that is
+__device__ void add_columns(const float* x, const double* sums, const float* weight, int64_t first, int64_t batch,
+                            int64_t rows, int64_t columns, int chunks, double (&dot)[DOT_ROWS]) {
 #pragma unroll 2
   for (int64_t column = threadIdx.x * N; column < columns; column += DOT_THREADS * N) {
     float value[DOT_ROWS][N];
@@ -128,7 +117,29 @@ dot_kernel(const float* x, const double* sums, const float* weight, float* out, 
     for (int i = 0; i < DOT_ROWS; ++i)
 #pragma unroll
       for (int j = 0; j < N; ++j)
-        dot[i] += isinf(value[i][j]) ? products(value[i][j], weight, column + j, rows, columns) : value[i][j] * sum[j];
+        dot[i] += BY_PRODUCTS && isinf(value[i][j]) ? products(value[i][j], weight, column + j, rows, columns)
+                                                    : value[i][j] * sum[j];
+  }
+}
+
+// x (batch, columns) float32, sums (chunks, columns) float64, out (batch) float32:
+// out[r] = scale / 2 * sum_c(x[r, c] * sum_k(sums[k, c])). Reads 4 * batch * columns bytes, and the sums a block, from
+// the L2 cache. A block takes DOT_ROWS rows.
+template <int N>
+__global__ void __launch_bounds__(DOT_THREADS)
+dot_kernel(const float* x, const double* sums, const float* weight, float* out, int64_t batch, int64_t rows,
+           int64_t columns, int chunks, double scale) {
+  __shared__ double partial[DOT_ROWS][DOT_THREADS / 32];
+  const int64_t first = int64_t(blockIdx.x) * DOT_ROWS;
+  double dot[DOT_ROWS] = {};
+  add_columns<N, false>(x, sums, weight, first, batch, rows, columns, chunks, dot);
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < DOT_ROWS; ++i) finite = finite && isfinite(dot[i]);
+  if (!finite) {
+#pragma unroll
+    for (int i = 0; i < DOT_ROWS; ++i) dot[i] = 0;
+    add_columns<N, true>(x, sums, weight, first, batch, rows, columns, chunks, dot);
   }
 #pragma unroll
   for (int i = 0; i < DOT_ROWS; ++i) {
@@ -486,24 +497,27 @@ def extension(device):
 # --- end of the build block ---
 
 
-class _Collapsed(torch.autograd.Function):
+def _collapsed(x, weight, scale):
     """``x`` (batch, input), ``weight`` (hidden, input), both float32 or both float64 -> (batch, 1)."""
+    if x.is_cuda and x.dtype == torch.float32:
+        return extension(x.device.index).collapsed_gemm_sum.default(x, weight, scale)
+    sums = weight.sum(0, dtype=torch.float64)  # (input)
+    # An infinity in x makes of a column what the sum of its products is: an infinity if the weights are of one sign,
+    # and NaN if not.
+    low, high = weight.aminmax(dim=0)
+    ends = torch.where(low > 0, torch.inf, torch.where(high < 0, -torch.inf, torch.nan)).double()  # (input)
+    infinite = x.isinf()
+    dots = x.double().masked_fill(infinite, 0) @ sums
+    dots = dots + torch.where(infinite, x.sign() * ends, 0).sum(1)  # (batch)
+    return (dots * scale / 2).to(x.dtype).unsqueeze(1)
 
-    generate_vmap_rule = True
+
+class _Collapsed(torch.autograd.Function):
+    """``_collapsed`` with gradients."""
 
     @staticmethod
     def forward(x, weight, scale):
-        if x.is_cuda and x.dtype == torch.float32:
-            return extension(x.device.index).collapsed_gemm_sum(x, weight, scale)
-        sums = weight.sum(0, dtype=torch.float64)  # (input)
-        # An infinity in x makes of a column what the sum of its products is: an infinity if the weights are of one
-        # sign, and NaN if not.
-        low, high = weight.aminmax(dim=0)
-        ends = torch.where(low > 0, torch.inf, torch.where(high < 0, -torch.inf, torch.nan)).double()  # (input)
-        infinite = x.isinf()
-        dots = x.double().masked_fill(infinite, 0) @ sums
-        dots = dots + torch.where(infinite, x.sign() * ends, 0).sum(1)  # (batch)
-        return (dots * scale / 2).to(x.dtype).unsqueeze(1)
+        return _collapsed(x, weight, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -534,14 +548,19 @@ class ModelNew(nn.Module):
         """``x`` (batch, input) -> (batch, 1)."""
         weight = self.weight
         if (
-            x.dim() == 2
+            type(x) in (torch.Tensor, nn.Parameter)
+            and type(weight) in (torch.Tensor, nn.Parameter)
+            and x.dim() == 2
             and x.shape[1] == weight.shape[1]
             and weight.shape[0] > 0
             and x.dtype == weight.dtype
             and x.dtype in (torch.float32, torch.float64)
             and x.device == weight.device
             and not torch.is_autocast_enabled(x.device.type)
+            and not torch._C._are_functorch_transforms_active()
         ):
-            return _Collapsed.apply(x, weight, self.scaling_factor)
+            if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+                return _Collapsed.apply(x, weight, self.scaling_factor)
+            return _collapsed(x, weight, self.scaling_factor)
         product = torch.matmul(x, weight.T)  # (batch, hidden)
         return torch.sum(product / 2, dim=1, keepdim=True) * self.scaling_factor

@@ -34,29 +34,33 @@ CUDA_SOURCE = r"""
 #include <cstdint>
 
 // product (rows, width) float32, out (rows) float32: out[r] = scale * sum_h(product[r, h] / 2).
-// Reads 4 * rows * width bytes. A block takes a row at a time, a thread the elements t, t + 512, t + 1024, ... of it.
-// The order of the additions is that of PyTorch's sum over the last of two dimensions, where it gives a row to a block
-// (8192 columns and more): four sums a thread, added up; then warps in a tree, then the lanes of one warp.
-constexpr int LANES = 32, WARPS = 16, SUMS = 4;
+// Reads 4 * rows * width bytes, once. A block takes a row at a time, thread t the groups t, t + 512, t + 1024, ... of
+// four adjacent elements. The order of the additions is that of PyTorch's sum over the last of two dimensions, where it
+// gives a row to a block (from 8192 columns on): a sum for each place in a group, the four added up; then the warps'
+// sums in a tree, then the lanes'.
+constexpr int LANES = 32, WARPS = 16, GROUP = 4;
 
+template <bool ALIGNED>  // whether each row starts on 16 bytes and is of whole groups
 __global__ void __launch_bounds__(LANES * WARPS)
 divide_sum_scale_kernel(const float* product, float* out, int64_t rows, int64_t width, float scale) {
-  constexpr int64_t THREADS = LANES * WARPS;
   __shared__ float partial[WARPS][LANES];
   const int lane = threadIdx.x, warp = threadIdx.y;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const float* from = product + row * width;
-    float sums[SUMS] = {};
-    for (int64_t start = warp * LANES + lane; start < width; start += SUMS * THREADS) {
+    float sums[GROUP] = {};
+#pragma unroll 4
+    for (int64_t first = GROUP * (warp * LANES + lane); first < width; first += GROUP * LANES * WARPS) {
+      float value[GROUP] = {};
+      if (ALIGNED)
+        *reinterpret_cast<float4*>(value) = *reinterpret_cast<const float4*>(from + first);
+      else
+        for (int i = 0; i < GROUP && first + i < width; ++i) value[i] = from[first + i];
 #pragma unroll
-      for (int i = 0; i < SUMS; ++i) {
-        const int64_t column = start + i * THREADS;
-        if (column < width) sums[i] += from[column] / 2;
-      }
+      for (int i = 0; i < GROUP; ++i) sums[i] += value[i] / 2;
     }
     float sum = sums[0];
 #pragma unroll
-    for (int i = 1; i < SUMS; ++i) sum += sums[i];
+    for (int i = 1; i < GROUP; ++i) sum += sums[i];
 
     partial[warp][lane] = sum;
 #pragma unroll
@@ -76,7 +80,9 @@ divide_sum_scale_kernel(const float* product, float* out, int64_t rows, int64_t 
 void launch_divide_sum_scale(const float* product, float* out, int64_t rows, int64_t width, float scale,
                              cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(rows < 0x7fffffff ? rows : 0x7fffffff);
-  divide_sum_scale_kernel<<<blocks, dim3(LANES, WARPS), 0, stream>>>(product, out, rows, width, scale);
+  const bool aligned = width % GROUP == 0 && reinterpret_cast<uintptr_t>(product) % sizeof(float4) == 0;
+  const auto kernel = aligned ? divide_sum_scale_kernel<true> : divide_sum_scale_kernel<false>;
+  kernel<<<blocks, dim3(LANES, WARPS), 0, stream>>>(product, out, rows, width, scale);
 }
 """
 
@@ -369,11 +375,9 @@ def extension(device):
 class _DivideSumScale(torch.autograd.Function):
     """``product`` (rows, width) -> (rows, 1)."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(product, scale):
-        return extension(product.device.index).divide_sum_scale(product, scale)
+        return extension(product.device.index).divide_sum_scale.default(product, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -396,6 +400,14 @@ class ModelNew(nn.Module):
     def forward(self, x):
         """``x`` (batch, input) -> (batch, 1)."""
         product = torch.matmul(x, self.weight.T)  # (batch, hidden)
-        if product.is_cuda and product.dtype == torch.float32 and product.dim() == 2:
-            return _DivideSumScale.apply(product, self.scaling_factor)
+        if (
+            type(product) is torch.Tensor
+            and product.is_cuda
+            and product.dtype == torch.float32
+            and product.dim() == 2
+            and not torch._C._are_functorch_transforms_active()
+        ):
+            if product.requires_grad:
+                return _DivideSumScale.apply(product, self.scaling_factor)
+            return extension(product.device.index).divide_sum_scale.default(product, self.scaling_factor)
         return torch.sum(product / 2, dim=1, keepdim=True) * self.scaling_factor
