@@ -103,14 +103,14 @@ CUDA_SOURCE = (
 // row's maximum. Smaller elements ("tiny" ones) are off by up to 2^-30 (where the maximum is below 2^15), times the
 // other operand's at most 2^15: a row's `doubt` is the sum of these bounds over float32's relative error 2^-24. Where a
 // product does not exceed the doubts of its row and column, the epilogue computes it anew in float32 (`repair_row`).
-// Rows that hold an infinity, or whose magnitude is beyond 2^+-90, have an infinite doubt.
+// Rows that hold an infinity, or whose magnitude is beyond 2^+-60, have an infinite doubt.
 //
 // With one part ("tf32") an operand is hi alone: 11 bits, as TF32 has. There the scale maps the row's largest magnitude
 // to 2^14 itself, which float16 holds exactly: rows that a few large elements dominate gain a bit by it.
 
 constexpr int kExponent = 15;   // scaled magnitudes stay below 2^15: float16 holds them, float32 their products' sums
 constexpr float kShift = 64.f;  // what lo gains and hi gives in the small products
-constexpr int kExponentRange = 90;  // beyond, the scales themselves could over- or underflow
+constexpr int kExponentRange = 60;  // beyond, the scales themselves could over- or underflow
 constexpr int kThreads = 128;
 constexpr int kGroup = 4;     // elements a thread handles at once: 16 bytes of float32
 constexpr int kChunk = 4096;  // columns of a row that a block keeps in registers
@@ -163,13 +163,6 @@ __device__ bool aligned(const float* matrix, int64_t stride) {
 __device__ void load_vector(float (&v)[kGroup], const float* from) {
   const float4 loaded = *reinterpret_cast<const float4*>(from);
   v[0] = loaded.x, v[1] = loaded.y, v[2] = loaded.z, v[3] = loaded.w;
-}
-
-// The same, of what is read once: it must not drive from the L1 cache what every row needs.
-__device__ void load_passing(float (&v)[kGroup], const float* from) {
-  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-               : "l"(from));
 }
 
 __device__ void store_vector(float* to, const float (&v)[kGroup]) {
@@ -247,7 +240,7 @@ __device__ void split_row(const float* row, bool is_aligned, int cols, int padde
   }
   largest = block_reduce(largest, Max());
   const bool finite = largest <= FLT_MAX;
-  const int exponent = largest > 0.f && finite ? ilogbf(largest) + 1 : kExponent;
+  const int exponent = largest == 0.f ? 0 : finite ? ilogbf(largest) + 1 : kExponent;  // zeros: as if near 1
   const float up =
       kParts == 1 && finite && largest > 0x1p-100f ? 0x1p14f / largest : ldexpf(1.f, min(kExponent - exponent, 126));
   int tiny = 0;
@@ -382,7 +375,7 @@ __global__ void __launch_bounds__(kSigmoidThreads, kSigmoidBlocks)
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
     for (int g = 0; g < kCount; ++g)
-      load_passing(z[g], row + min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup));
+      load_vector(z[g], row + min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup));
   };
   load_chunk(0);
   const float row_scale = hidden.row_scale[r] * hidden.correction;
@@ -1541,6 +1534,8 @@ def _check(x, weight):
 def _fits_fused(x, weight1, bias1, weight2, bias2):
     """Whether the fused operator covers these tensors; PyTorch's own ops cover the rest."""
     if torch.is_autocast_enabled("cuda") or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0:  # tangents, which the operator does not have
         return False
     for t in (x, weight1, bias1, weight2, bias2):
         if type(t) not in (torch.Tensor, nn.Parameter):  # none at all, or a sharded one, say
