@@ -46,7 +46,7 @@ SOLUTIONS = {
     "raises": "raise RuntimeError('no such kernel')",
     "wrong_in_odd_batches": "out = right(self, x) + x.shape[0] % 2",
     "remembers_by_pointer": "out = self.seen.setdefault(x.data_ptr(), right(self, x))",
-    "sleeps": "out = right(self, x); time.sleep(0.02)",
+    "sleeps": "out = right(self, x); time.sleep(0.2)",
 }
 
 
@@ -175,7 +175,7 @@ def test_cpu_clock_times_the_step_and_keeps_what_it_returned():
 def test_a_slow_solution_is_shown_as_slow(problem, quick):
     rows, refused = measure(problem, "sleeps")
     assert not refused
-    assert rows["sleeps"]["ms_median"] >= 20 and rows["sleeps"]["speedup_high"] < 0.5
+    assert rows["sleeps"]["ms_median"] >= 200 and rows["sleeps"]["speedup_high"] < 0.5
     assert rows["sleeps"]["ms_p20"] <= rows["sleeps"]["ms_median"] <= rows["sleeps"]["ms_p80"]
 
 
