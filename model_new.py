@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kThreads) split_weights_kernel(Weight w1, Weig
   const Weight w = second ? w2 : w1;
   const int64_t r = blockIdx.x - (second ? w1.padded_rows : 0);
   __half* operand = w.operand + r * kParts * w.padded_cols;
-  __shared__ float ratio;
+  float ratio;  // thread 0's
   const bool inside = r < w.rows;
   split_row<kParts, true>(w.matrix + r * w.cols, aligned(w.matrix, w.cols), inside ? w.cols : 0, w.padded_cols, operand,
                           w.scale + r, w.doubt + r, second ? w.half_sum + r : nullptr, &ratio);
@@ -505,7 +505,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) out[r] = nan ? NAN : isinf(top) ? top : top + logf(sum);
 }
 
-// The plain form's h = sigmoid(z + b1) in place, (batch, padded): one block a row at a time, 8 bytes an element.
+// The plain form's h = sigmoid(z + b1) in place, (batch, padded), one element a thread at a time: 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
     bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t batch, int hidden, int64_t padded,
                                  const float* __restrict__ bias) {
@@ -821,11 +821,12 @@ void gemm(const Shape& shape, const __half* operand, const __half* weight, float
                               &plan->algorithm, /*workspace=*/nullptr, 0, stream));
 }
 
-// A tensor core truncates at each step of 16 along K. On average a sum loses 0.14 * 2^-23 of its final value a step:
-// measured on sm_90 at K = 2048 and 4096, for uniform and normal data, and taken out by this factor; not known
-// elsewhere. A product along rows, whose k is padded columns.
+// A product along rows, whose k is padded columns.
 Shape along(int64_t rows, int64_t cols, int64_t k) { return {rows, cols, k, k, k, false}; }
 
+// A tensor core truncates at each step of 16 along K. On average a sum loses 0.14 * 2^-23 of its final value a step:
+// measured on sm_90 at K = 2048 and 4096, for uniform and normal data, and taken out by this factor; not known
+// elsewhere.
 float correction(int64_t k) {
   return static_cast<float>(1 + (at::cuda::getCurrentDeviceProperties()->major == 9 ? 0.14 * 0x1p-23 * k / 16 : 0.));
 }
@@ -974,7 +975,7 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const auto h_operand = empty({slice, parts * hidden8}, x, at::kHalf);
   const auto x_operand = empty({slice, parts * input8}, x, at::kHalf);
   const auto dh = empty({slice, hidden8}, x), x_facts = empty({2, slice}, x);
-  const int64_t strips = (batch + slice - 1) / slice * ((slice + kStrip - 1) / kStrip);
+  const int64_t strips = (batch + kStrip - 1) / kStrip;  // a slice begins at a multiple of kStrip
   const auto sums1 = empty({strips, hidden8}, x), sums2 = empty({strips, output8}, x);
   const auto raw1 = empty({hidden8, input8}, x), raw2 = empty({output8, hidden8}, x);
   Gradients d;
@@ -987,16 +988,15 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
       gemm({rows, cols, k, parts * rows, parts * cols, true}, operand + part * rows, weight + part * cols, product,
            stream, part == parts - 1 ? correction(k) : 1.f, add || part > 0 ? 1.f : 0.f);
   };
-  int64_t strip = 0;
   for (int64_t begin = 0; begin < batch; begin += slice) {
     const int64_t rows = std::min(slice, batch - begin);
     CHECK_LAUNCH(softmax_gradient(parts, grad.const_data_ptr<float>() + begin, floats(kept.y) + begin * output8,
                                   out.const_data_ptr<float>() + begin, rows, output, output8, floats(scales),
-                                  halves(dy), nullptr, floats(sums2) + strip * output8, stream));
+                                  halves(dy), nullptr, floats(sums2) + begin / kStrip * output8, stream));
     gemm(along(rows, hidden8, parts * output8), halves(dy), halves(w2), floats(dh), stream);
     CHECK_LAUNCH(sigmoid_gradient(parts, floats(dh), floats(kept.h) + begin * hidden8, rows, hidden8, floats(scales),
                                   correction(output8), floats(w2_scale), x_scale + begin, halves(dz), halves(h_operand),
-                                  floats(sums1) + strip * hidden8, stream));
+                                  floats(sums1) + begin / kStrip * hidden8, stream));
     if (needs.second) over_batch(halves(dy), halves(h_operand), floats(raw2), rows, output8, hidden8, begin > 0);
     if (needs.first) {
       CHECK_LAUNCH(split_rows(parts, x.const_data_ptr<float>() + begin * x.stride(0), rows, x.stride(0), input, input8,
@@ -1008,11 +1008,8 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
       CHECK_LAUNCH(unscale(floats(raw_x), rows, input, input8, floats(scales) + 3, correction(hidden8),
                            floats(w1_scale), x_scale + begin, floats(d.x) + begin * input, stream));
     }
-    strip += (rows + kStrip - 1) / kStrip;
   }
-  const auto total = [&](const Tensor& sums, int64_t cols) {
-    return at::sum(sums.narrow(0, 0, strip).narrow(1, 0, cols), 0);
-  };
+  const auto total = [](const Tensor& sums, int64_t cols) { return at::sum(sums.narrow(1, 0, cols), 0); };
   if (needs.first) {
     d.weight1 = empty({hidden, input}, x), d.bias1 = total(sums1, hidden);
     CHECK_LAUNCH(unscale(floats(raw1), hidden, input, input8, floats(scales) + 3, 1.f, nullptr, nullptr,
