@@ -40,26 +40,46 @@ DECLARATIONS = r"""
 
 constexpr int kStrip = 32;  // rows that the gradients sum by column at a time
 
+// Rows of float32, each contiguous; `padded` is `cols` made a multiple of 8.
+struct Rows {
+  const float* data;
+  int64_t count, stride;
+  int cols, padded;
+};
+
+// What rows are split into: (count, parts * padded) float16 and, for each row, what its products are to be multiplied
+// by, and its doubt.
+struct Operand {
+  __half* data;
+  float *scale, *doubt;
+};
+
 // A weight and its bias, and what `split_weights` makes of them; padded sizes are multiples of 8, pads hold zeros.
 struct Weight {
   const float* matrix;  // (rows, cols), contiguous
   const float* bias;    // (rows)
   int rows, cols, padded_rows, padded_cols;
-  __half* operand;                     // (padded_rows, parts * padded_cols)
-  float *scale, *doubt, *padded_bias;  // (padded_rows)
-  float *half_sum, *centred_bias;      // (padded_rows), W2 only: of what h is taken less by where it is centred
+  Operand operand;                 // of padded_rows
+  float* padded_bias;              // (padded_rows)
+  float *half_sum, *centred_bias;  // (padded_rows), W2 only: half a row's sum, which is due where h is less 1/2
   float* largest;  // (2): of all rows, the doubt and, W2 only, the ratio of the largest to the mean magnitude
 };
 
 // The first product of a slice: z without its bias, in raw accumulators or, where repaired, in true units, until
 // `bias_sigmoid` puts h in its place where it is to be kept.
 struct Hidden {
-  float* product;          // (batch, weight.padded_rows)
-  const float* row_scale;  // (batch), of x
+  float* product;  // (batch, weight.padded_rows)
+  Rows x;
+  Operand operand;  // of x
   float correction;
   bool* repaired;  // (batch)
   float* slope;    // (batch), where h is to be kept, else null: a power of two above every h (1 - h) of the row, or 0
   Weight weight;   // W1
+};
+
+// What each row of the batch weighs in the gradients.
+struct Weights {
+  const float *grad, *slope;
 };
 
 // What `unscale` multiplies by: a number for all, two for each row, one for each column; null where there is none.
@@ -67,25 +87,21 @@ struct Scales {
   const float *all, *row, *row2, *column;
 };
 
-cudaError_t split_rows(int parts, const float* x, int64_t batch, int64_t stride, int cols, int padded, __half* operand,
-                       float* scale, float* doubt, cudaStream_t stream);
+cudaError_t split_rows(int parts, Rows rows, Operand operand, cudaStream_t stream);
 cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream);
-cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride,
-                         const float* x_doubt, const float* next_largest, __half* operand, float* doubt, bool* centred,
+cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest, Operand operand, bool* centred,
                          cudaStream_t stream);
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
                            const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream);
 cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
                                   cudaStream_t stream);
-cudaError_t gradient_scales(const float* grad, const float* slope, const float* x, int64_t batch, int64_t stride,
-                            int cols, int padded, float* scales, cudaStream_t stream);
+cudaError_t gradient_scales(Weights weights, Rows x, float* scales, cudaStream_t stream);
 cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
                              int padded, __half* operand, float* plain, float* sums, cudaStream_t stream);
-cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, const float* grad, const float* slope, int64_t batch,
-                             int padded, float correction, const float* w2_scale, const float* grad_scale,
-                             __half* operand, __half* h_operand, float* sums, cudaStream_t stream);
-cudaError_t weigh_rows(int parts, const float* x, const float* grad, const float* slope, int64_t batch, int64_t stride,
-                       int cols, int padded, const float* x_scale, __half* operand, cudaStream_t stream);
+cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, Weights weights, int64_t batch, int padded,
+                             float correction, const float* w2_scale, const float* grad_scale, __half* operand,
+                             __half* h_operand, float* sums, cudaStream_t stream);
+cudaError_t weigh_rows(int parts, Weights weights, Rows x, const float* x_scale, __half* operand, cudaStream_t stream);
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, float factor, Scales scales, float* to,
                     cudaStream_t stream);
 """
@@ -228,13 +244,14 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
   store_halves(row + (kParts - 1) * padded + start, hi);
 }
 
-// Splits a row of `cols` float32 into a row of an operand, (kParts * padded) float16. `*scale` is what its products are
-// to be multiplied by, a power of two with three parts; for W2, `half_sum` is half the row's sum and `*ratio` that of
-// its largest to its mean magnitude. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts
-// written an element.
+// Splits row r, of a weight or not, which holds `cols` float32 and beyond them zeros. A scale is a power of two with
+// three parts. `half_sum` is half the row's sum and `*ratio` that of its largest to its mean magnitude, where asked
+// for. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts written an element.
 template <int kParts, bool kWeight>
-__device__ void split_row(const float* row, bool is_aligned, int cols, int padded, __half* operand, float* scale,
-                          float* doubt, float* half_sum, float* ratio) {
+__device__ void split_row(Rows rows, int64_t r, int cols, Operand operand, float* half_sum, float* ratio) {
+  const float* row = rows.data + r * rows.stride;
+  __half* split = operand.data + r * kParts * rows.padded;
+  const bool is_aligned = aligned(rows.data, rows.stride);
   float v[kGroups<kThreads>][kGroup];
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
@@ -243,7 +260,7 @@ __device__ void split_row(const float* row, bool is_aligned, int cols, int padde
   };
   float largest = 0.f;
   double sum = 0, magnitude = 0;
-  for (int chunk = 0; chunk < padded; chunk += kChunk) {
+  for (int chunk = 0; chunk < rows.padded; chunk += kChunk) {
     load_chunk(chunk);
 #pragma unroll
     for (int g = 0; g < kGroups<kThreads>; ++g)
@@ -259,27 +276,27 @@ __device__ void split_row(const float* row, bool is_aligned, int cols, int padde
   const float up =
       kParts == 1 && finite && largest > 0x1p-100f ? 0x1p14f / largest : ldexpf(1.f, min(kExponent - exponent, 126));
   int tiny = 0;
-  for (int chunk = 0; chunk < padded; chunk += kChunk) {
-    if (padded > kChunk) load_chunk(chunk);
+  for (int chunk = 0; chunk < rows.padded; chunk += kChunk) {
+    if (rows.padded > kChunk) load_chunk(chunk);
 #pragma unroll
     for (int g = 0; g < kGroups<kThreads>; ++g) {
       const int start = group_start<kThreads>(chunk, g);
-      if (start >= padded) continue;
+      if (start >= rows.padded) continue;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         v[g][i] *= up;
         tiny += v[g][i] != 0.f && fabsf(v[g][i]) < Precision<kParts>::kTiny;
       }
-      store_group<kParts, kWeight>(operand, start, padded, v[g]);
+      store_group<kParts, kWeight>(split, start, rows.padded, v[g]);
     }
   }
   tiny = block_reduce(tiny, Sum());
   if (kWeight && half_sum) sum = block_reduce(sum, Sum()), magnitude = block_reduce(magnitude, Sum());
   if (threadIdx.x == 0) {
-    *scale = largest == 0.f ? 0.f : 1.f / up;
+    operand.scale[r] = largest == 0.f ? 0.f : 1.f / up;
     // A NaN needs no repair: it fills its row of the product by itself.
     const bool in_range = finite && abs(exponent) <= kExponentRange;
-    *doubt = isnan(largest) ? 0.f : in_range ? tiny * Precision<kParts>::kDoubtPerTiny : INFINITY;
+    operand.doubt[r] = isnan(largest) ? 0.f : in_range ? tiny * Precision<kParts>::kDoubtPerTiny : INFINITY;
     if (kWeight && half_sum) {
       *half_sum = static_cast<float>(sum / 2);
       *ratio = magnitude > 0 ? static_cast<float>(largest / (magnitude / cols)) : 0.f;
@@ -287,15 +304,11 @@ __device__ void split_row(const float* row, bool is_aligned, int cols, int padde
   }
 }
 
-// Splits x, (batch, cols), row stride `stride`: one block a row.
+// One block a row.
 template <int kParts>
-__global__ void __launch_bounds__(kThreads)
-    split_rows_kernel(const float* __restrict__ x, int64_t stride, int cols, int padded, __half* __restrict__ operand,
-                      float* __restrict__ scale, float* __restrict__ doubt) {
+__global__ void __launch_bounds__(kThreads) split_rows_kernel(Rows rows, Operand operand) {
   wait_for_stream();
-  const int64_t r = blockIdx.x;
-  split_row<kParts, false>(x + r * stride, aligned(x, stride), cols, padded, operand + r * kParts * padded, scale + r,
-                           doubt + r, nullptr, nullptr);
+  split_row<kParts, false>(rows, blockIdx.x, rows.cols, operand, nullptr, nullptr);
 }
 
 // Splits W1 and W2, one block a row of either; pad rows become zeros. Largest values of all rows meet by atomicMax,
@@ -307,15 +320,14 @@ __global__ void __launch_bounds__(kThreads) split_weights_kernel(Weight w1, Weig
   const bool second = blockIdx.x >= w1.padded_rows;
   const Weight w = second ? w2 : w1;
   const int64_t r = blockIdx.x - (second ? w1.padded_rows : 0);
-  __half* operand = w.operand + r * kParts * w.padded_cols;
   float ratio;  // thread 0's
   const bool inside = r < w.rows;
-  split_row<kParts, true>(w.matrix + r * w.cols, aligned(w.matrix, w.cols), inside ? w.cols : 0, w.padded_cols, operand,
-                          w.scale + r, w.doubt + r, second ? w.half_sum + r : nullptr, &ratio);
+  split_row<kParts, true>({w.matrix, w.rows, w.cols, w.cols, w.padded_cols}, r, inside ? w.cols : 0, w.operand,
+                          second ? w.half_sum + r : nullptr, &ratio);
   if (threadIdx.x == 0) {
     w.padded_bias[r] = inside ? w.bias[r] : 0.f;
     if (second) w.centred_bias[r] = w.padded_bias[r] + w.half_sum[r];
-    atomicMax(reinterpret_cast<int*>(w.largest), __float_as_int(w.doubt[r]));
+    atomicMax(reinterpret_cast<int*>(w.largest), __float_as_int(w.operand.doubt[r]));
     if (second) atomicMax(reinterpret_cast<int*>(w.largest + 1), __float_as_int(ratio));
   }
 }
@@ -329,13 +341,13 @@ __device__ bool in_doubt(float raw, float doubt) { return doubt > 0.f && !(fabsf
 // elements computed anew in float32, and returns true. The block's warps take 32 columns at a time; for each element in
 // doubt a warp takes the dot product of the row that was split, `operand(k)`, and the weight's row. `centred`: it was
 // split less 1/2.
-template <typename Operand>
-__device__ bool repair_row(float* product, float row_scale, float row_doubt, bool centred, const Operand& operand,
+template <typename Row>
+__device__ bool repair_row(float* product, float row_scale, float row_doubt, bool centred, const Row& operand,
                            const Weight& weight) {
   if (!(row_doubt + weight.largest[0] > 0.f)) return false;
   bool any = false;
   for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x)
-    any |= in_doubt(product[j], row_doubt + weight.doubt[j]);
+    any |= in_doubt(product[j], row_doubt + weight.operand.doubt[j]);
   if (!any_of_row(any)) return false;
   const int lane = threadIdx.x % 32;
   if (threadIdx.x < weight.padded_rows - weight.rows)
@@ -344,8 +356,8 @@ __device__ bool repair_row(float* product, float row_scale, float row_doubt, boo
     const int64_t j = base + lane;
     const bool inside = j < weight.rows;
     const float raw = inside ? product[j] : 0.f;
-    float value = inside ? raw * row_scale * weight.scale[j] + (centred ? weight.half_sum[j] : 0.f) : 0.f;
-    for (unsigned left = __ballot_sync(~0u, inside && in_doubt(raw, row_doubt + weight.doubt[j])); left;
+    float value = inside ? raw * row_scale * weight.operand.scale[j] + (centred ? weight.half_sum[j] : 0.f) : 0.f;
+    for (unsigned left = __ballot_sync(~0u, inside && in_doubt(raw, row_doubt + weight.operand.doubt[j])); left;
          left &= left - 1) {
       const int owner = __ffs(left) - 1;
       const float* row = weight.matrix + (base + owner) * weight.cols;
@@ -402,8 +414,7 @@ __device__ RowFacts block_reduce(RowFacts facts) {  // with one barrier; once a 
 // where h is kept in float32 for the gradients, in z's place.
 template <int kParts>
 __global__ void __launch_bounds__(kSigmoidThreads, kSigmoidBlocks<kParts>)
-    bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ x, int64_t x_stride, const float* __restrict__ x_doubt,
-                        const float* __restrict__ next_largest, __half* __restrict__ operand, float* __restrict__ doubt,
+    bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ next_largest, Operand operand,
                         bool* __restrict__ centred) {
   wait_for_stream();
   const Weight& weight = hidden.weight;
@@ -419,16 +430,16 @@ __global__ void __launch_bounds__(kSigmoidThreads, kSigmoidBlocks<kParts>)
       load_vector(z[g], row + min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup));
   };
   load_chunk(0);
-  const float row_scale = hidden.row_scale[r] * hidden.correction;
-  const auto x_element = [&](int64_t k) { return x[r * x_stride + k]; };
-  const bool repaired = repair_row(row, row_scale, x_doubt[r], false, x_element, weight);
+  const float row_scale = hidden.operand.scale[r] * hidden.correction;
+  const auto x_element = [&](int64_t k) { return hidden.x.data[r * hidden.x.stride + k]; };
+  const bool repaired = repair_row(row, row_scale, hidden.operand.doubt[r], false, x_element, weight);
   if (repaired) load_chunk(0);
   const auto scale_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
     float scale[kGroup], bias[kGroup];
 #pragma unroll
     for (int g = 0; g < kCount; ++g) {
       const int start = min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup);
-      load_vector(scale, weight.scale + start);
+      load_vector(scale, weight.operand.scale + start);
       load_vector(bias, weight.padded_bias + start);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
@@ -463,12 +474,12 @@ __global__ void __launch_bounds__(kSigmoidThreads, kSigmoidBlocks<kParts>)
       if (hidden.slope) store_vector(row + start, z[g]);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], 0x1p15f, shift);
-      store_group<kParts, false>(operand + r * kParts * padded, start, padded, z[g]);
+      store_group<kParts, false>(operand.data + r * kParts * padded, start, padded, z[g]);
     }
   }
   if (threadIdx.x == 0) {
     const bool tiny = !centre && lowest * 0x1p15f < Precision<kParts>::kTiny;
-    doubt[r] = tiny ? cols * Precision<kParts>::kDoubtPerTiny : 0.f;
+    operand.doubt[r] = tiny ? cols * Precision<kParts>::kDoubtPerTiny : 0.f;
     centred[r] = centre;
     hidden.repaired[r] = repaired;
     if (hidden.slope) {
@@ -504,7 +515,8 @@ __global__ void __launch_bounds__(kThreads)
   const auto h = [&](int64_t k) {
     const float kept = hidden.product[r * hidden.weight.padded_rows + k];
     if (hidden.slope) return kept;
-    const float scale = hidden.repaired[r] ? 1.f : hidden.row_scale[r] * hidden.correction * hidden.weight.scale[k];
+    const float scale =
+        hidden.repaired[r] ? 1.f : hidden.operand.scale[r] * hidden.correction * hidden.weight.operand.scale[k];
     return sigmoid(fmaf(kept, scale, hidden.weight.padded_bias[k]));
   };
   const bool repaired = kSplit && repair_row(row, row_scale, doubt[r], centre, h, weight);
@@ -524,7 +536,7 @@ __global__ void __launch_bounds__(kThreads)
         continue;
       }
       load_group(bias, bias_row, start, cols, bias_aligned);
-      if (kSplit) load_vector(scale, weight.scale + start);
+      if (kSplit) load_vector(scale, weight.operand.scale + start);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         float& v = y[g][i];
@@ -597,23 +609,22 @@ struct Strip {
 constexpr int kBoundRows = 64;
 
 __global__ void __launch_bounds__(kThreads)
-    gradient_bounds_kernel(const float* __restrict__ grad, const float* __restrict__ slope, const float* __restrict__ x,
-                           int64_t batch, int64_t stride, int cols, int padded, float* __restrict__ bounds) {
+    gradient_bounds_kernel(Weights weights, Rows x, float* __restrict__ bounds) {
   wait_for_stream();
-  const Strip strip(batch, padded, kBoundRows);
+  const Strip strip(x.count, x.padded, kBoundRows);
   const int64_t row = strip.begin + threadIdx.x;
-  const float largest_grad = block_reduce(row < strip.end ? fabsf(grad[row]) : 0.f, Max());
-  if (strip.start == 0) atomicMax(reinterpret_cast<int*>(bounds + padded), __float_as_int(largest_grad));
-  const bool is_aligned = aligned(x, stride);
+  const float largest_grad = block_reduce(row < strip.end ? fabsf(weights.grad[row]) : 0.f, Max());
+  if (strip.start == 0) atomicMax(reinterpret_cast<int*>(bounds + x.padded), __float_as_int(largest_grad));
+  const bool is_aligned = aligned(x.data, x.stride);
   float largest[kGroup] = {}, v[kGroup];
 #pragma unroll 8
   for (int64_t r = strip.begin; r < strip.end; ++r) {
-    load_group(v, x + r * stride, strip.start, cols, is_aligned);
-    const float weight = fabsf(grad[r]) * slope[r];
+    load_group(v, x.data + r * x.stride, strip.start, x.cols, is_aligned);
+    const float weight = fabsf(weights.grad[r]) * weights.slope[r];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) largest[i] = Max()(largest[i], fabsf(v[i]) * weight);
   }
-  for (int i = 0; i < kGroup && strip.start + i < cols; ++i)
+  for (int i = 0; i < kGroup && strip.start + i < x.cols; ++i)
     atomicMax(reinterpret_cast<int*>(bounds + strip.start + i), __float_as_int(largest[i]));
 }
 
@@ -657,10 +668,10 @@ __global__ void __launch_bounds__(kThreads)
 // Without dh only grad h is made, without `h_operand` it is not.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
-    sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, const float* __restrict__ grad,
-                            const float* __restrict__ slope, int64_t batch, int padded, float correction,
-                            const float* __restrict__ w2_scale, const float* __restrict__ grad_scale,
-                            __half* __restrict__ operand, __half* __restrict__ h_operand, float* __restrict__ sums) {
+    sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, Weights weights, int64_t batch,
+                            int padded, float correction, const float* __restrict__ w2_scale,
+                            const float* __restrict__ grad_scale, __half* __restrict__ operand,
+                            __half* __restrict__ h_operand, float* __restrict__ sums) {
   wait_for_stream();
   const Strip strip(batch, padded, kStrip);
   if (strip.start >= padded) return;
@@ -670,9 +681,8 @@ __global__ void __launch_bounds__(kThreads)
     load_vector(kept, h + r * padded + strip.start);
     if (dh) {
       load_vector(v, dh + r * padded + strip.start);
-      const float factor = kParts ? grad[r] : 1.f, unit = kParts && slope[r] > 0.f ? 1.f / slope[r]
-                                                          : kParts                 ? 0.f
-                                                                                   : 1.f;
+      const float slope = kParts ? weights.slope[r] : 1.f, unit = slope > 0.f ? 1.f / slope : 0.f;
+      const float factor = kParts ? weights.grad[r] : 1.f;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         v[i] *= correction * (kept[i] * (1.f - kept[i]));
@@ -684,7 +694,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if constexpr (kParts != 0) {
       if (h_operand) {
-        const float up = grad[r] / *grad_scale;
+        const float up = weights.grad[r] / *grad_scale;
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) kept[i] *= up;
         store_group<kParts, false>(h_operand + r * kParts * padded, strip.start, padded, kept);
@@ -704,24 +714,22 @@ __global__ void __launch_bounds__(kThreads)
 // element.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
-    weigh_rows_kernel(const float* __restrict__ x, const float* __restrict__ grad, const float* __restrict__ slope,
-                      int64_t batch, int64_t stride, int cols, int padded, const float* __restrict__ x_scale,
-                      __half* __restrict__ operand) {
+    weigh_rows_kernel(Weights weights, Rows x, const float* __restrict__ x_scale, __half* __restrict__ operand) {
   wait_for_stream();
-  const Strip strip(batch, padded, kStrip);
-  if (strip.start >= padded) return;
-  const bool is_aligned = aligned(x, stride);
+  const Strip strip(x.count, x.padded, kStrip);
+  if (strip.start >= x.padded) return;
+  const bool is_aligned = aligned(x.data, x.stride);
   float up[kGroup], v[kGroup];
   load_vector(up, x_scale + strip.start);
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) up[i] = 1.f / up[i];
 #pragma unroll 4
   for (int64_t r = strip.begin; r < strip.end; ++r) {
-    load_group(v, x + r * stride, strip.start, cols, is_aligned);
-    const float weight = grad[r] * slope[r];
+    load_group(v, x.data + r * x.stride, strip.start, x.cols, is_aligned);
+    const float weight = weights.grad[r] * weights.slope[r];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = v[i] * weight * up[i];
-    store_group<kParts, false>(operand + r * kParts * padded, strip.start, padded, v);
+    store_group<kParts, false>(operand + r * kParts * x.padded, strip.start, x.padded, v);
   }
 }
 
@@ -756,10 +764,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStr
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-cudaError_t split_rows(int parts, const float* x, int64_t batch, int64_t stride, int cols, int padded, __half* operand,
-                       float* scale, float* doubt, cudaStream_t stream) {
-  return launch(parts == 3 ? split_rows_kernel<3> : split_rows_kernel<1>, batch, kThreads, stream, x, stride, cols,
-                padded, operand, scale, doubt);
+cudaError_t split_rows(int parts, Rows rows, Operand operand, cudaStream_t stream) {
+  return launch(parts == 3 ? split_rows_kernel<3> : split_rows_kernel<1>, rows.count, kThreads, stream, rows, operand);
 }
 
 cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream) {
@@ -767,11 +773,10 @@ cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream) 
                 kThreads, stream, w1, w2);
 }
 
-cudaError_t bias_sigmoid(int parts, int64_t batch, Hidden hidden, const float* x, int64_t x_stride,
-                         const float* x_doubt, const float* next_largest, __half* operand, float* doubt, bool* centred,
+cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest, Operand operand, bool* centred,
                          cudaStream_t stream) {
-  return launch(parts == 3 ? bias_sigmoid_kernel<3> : bias_sigmoid_kernel<1>, batch, kSigmoidThreads, stream, hidden, x,
-                x_stride, x_doubt, next_largest, operand, doubt, centred);
+  return launch(parts == 3 ? bias_sigmoid_kernel<3> : bias_sigmoid_kernel<1>, hidden.x.count, kSigmoidThreads, stream,
+                hidden, next_largest, operand, centred);
 }
 
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
@@ -792,14 +797,12 @@ int64_t strips(int64_t batch, int padded, int rows) {
   return (batch + rows - 1) / rows * ((padded + kThreads * kGroup - 1) / (kThreads * kGroup));
 }
 
-cudaError_t gradient_scales(const float* grad, const float* slope, const float* x, int64_t batch, int64_t stride,
-                            int cols, int padded, float* scales, cudaStream_t stream) {
-  cudaError_t error = cudaMemsetAsync(scales, 0, (padded + 1) * sizeof(float), stream);
+cudaError_t gradient_scales(Weights weights, Rows x, float* scales, cudaStream_t stream) {
+  cudaError_t error = cudaMemsetAsync(scales, 0, (x.padded + 1) * sizeof(float), stream);
   if (error == cudaSuccess)
-    error = launch(gradient_bounds_kernel, strips(batch, padded, kBoundRows), kThreads, stream, grad, slope, x, batch,
-                   stride, cols, padded, scales);
+    error = launch(gradient_bounds_kernel, strips(x.count, x.padded, kBoundRows), kThreads, stream, weights, x, scales);
   if (error != cudaSuccess) return error;
-  return launch(bounds_to_scales_kernel, padded / kThreads + 1, kThreads, stream, scales, padded + 1);
+  return launch(bounds_to_scales_kernel, x.padded / kThreads + 1, kThreads, stream, scales, x.padded + 1);
 }
 
 cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
@@ -811,20 +814,19 @@ cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const
                 plain, sums);
 }
 
-cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, const float* grad, const float* slope, int64_t batch,
-                             int padded, float correction, const float* w2_scale, const float* grad_scale,
-                             __half* operand, __half* h_operand, float* sums, cudaStream_t stream) {
+cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, Weights weights, int64_t batch, int padded,
+                             float correction, const float* w2_scale, const float* grad_scale, __half* operand,
+                             __half* h_operand, float* sums, cudaStream_t stream) {
   const auto kernel = parts == 3   ? sigmoid_gradient_kernel<3>
                       : parts == 1 ? sigmoid_gradient_kernel<1>
                                    : sigmoid_gradient_kernel<0>;
-  return launch(kernel, strips(batch, padded, kStrip), kThreads, stream, dh, h, grad, slope, batch, padded,
+  return launch(kernel, strips(batch, padded, kStrip), kThreads, stream, dh, h, weights, batch, padded,
                 parts ? correction / kUpP : 1.f, w2_scale, grad_scale, operand, h_operand, sums);
 }
 
-cudaError_t weigh_rows(int parts, const float* x, const float* grad, const float* slope, int64_t batch, int64_t stride,
-                       int cols, int padded, const float* x_scale, __half* operand, cudaStream_t stream) {
-  return launch(parts == 3 ? weigh_rows_kernel<3> : weigh_rows_kernel<1>, strips(batch, padded, kStrip), kThreads,
-                stream, x, grad, slope, batch, stride, cols, padded, x_scale, operand);
+cudaError_t weigh_rows(int parts, Weights weights, Rows x, const float* x_scale, __half* operand, cudaStream_t stream) {
+  return launch(parts == 3 ? weigh_rows_kernel<3> : weigh_rows_kernel<1>, strips(x.count, x.padded, kStrip), kThreads,
+                stream, weights, x, x_scale, operand);
 }
 
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, float factor, Scales scales, float* to,
@@ -1026,22 +1028,26 @@ struct WeightMemory {
     const int rows = weight.size(0), cols = weight.size(1), rows8 = pad(rows), cols8 = pad(cols);
     operand = empty({rows8, parts * cols8}, weight, at::kHalf);
     facts = empty({5, rows8}, weight);
-    float* f = floats(facts);
+    const auto fact = [&](int i) { return floats(facts) + i * rows8; };
     view = {weight.const_data_ptr<float>(),
             bias.const_data_ptr<float>(),
             rows,
             cols,
             rows8,
             cols8,
-            halves(operand),
-            f,
-            f + rows8,
-            f + 2 * rows8,
-            f + 3 * rows8,
-            f + 4 * rows8,
+            {halves(operand), fact(0), fact(1)},
+            fact(2),
+            fact(3),
+            fact(4),
             largest};
   }
 };
+
+// Rows of x, from `begin` on.
+Rows rows_at(const Tensor& x, int64_t begin, int64_t count) {
+  return {x.const_data_ptr<float>() + begin * x.stride(0), count, x.stride(0), static_cast<int>(x.size(1)),
+          static_cast<int>(pad(x.size(1)))};
+}
 
 // Rows of the batch at a time, which bounds the memory: at the problem's sizes less than half of what eager PyTorch
 // takes, in whole waves of tiles.
@@ -1059,7 +1065,7 @@ struct Kept {
 // Float16 products on the tensor cores.
 void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2,
                 const Tensor& bias2, const Tensor& out, Kept* kept, cudaStream_t stream) {
-  const int64_t batch = x.size(0), input = x.size(1), stride = x.stride(0), input8 = pad(input);
+  const int64_t batch = x.size(0), input8 = pad(x.size(1));
   const auto largest = empty({4}, x);
   C10_CUDA_CHECK(cudaMemsetAsync(floats(largest), 0, 4 * sizeof(float), stream));
   const WeightMemory w1(parts, weight1, bias1, floats(largest)), w2(parts, weight2, bias2, floats(largest) + 2);
@@ -1072,23 +1078,27 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
   const auto product = empty({held, hidden8}, x), logits = empty({held, output8}, x);
   const auto slope = kept ? empty({batch}, x) : Tensor();
   const auto facts = empty({3, slice}, x), flags = empty({2, slice}, x, at::kBool);
-  float *x_scale = floats(facts), *x_doubt = x_scale + slice, *h_doubt = x_doubt + slice;
+  const Operand split_x{halves(operand), floats(facts), floats(facts) + slice};
+  const Operand split_h{halves(operand), nullptr, floats(facts) + 2 * slice};  // its scale is 2^-15
   bool *repaired = flags.mutable_data_ptr<bool>(), *centred = repaired + slice;
   const int64_t longest = longest_piece(parts, kept), step1 = piece(input8, longest), step2 = piece(hidden8, longest);
 
   for (int64_t begin = 0; begin < batch; begin += slice) {
     const int64_t rows = std::min(slice, batch - begin), at = kept ? begin : 0;
-    const float* x_rows = x.const_data_ptr<float>() + begin * stride;
-    const Hidden hidden{floats(product) + at * hidden8,         x_scale, correction(step1), repaired,
-                        kept ? floats(slope) + begin : nullptr, w1.view};
+    const Hidden hidden{floats(product) + at * hidden8,
+                        rows_at(x, begin, rows),
+                        split_x,
+                        correction(step1),
+                        repaired,
+                        kept ? floats(slope) + begin : nullptr,
+                        w1.view};
     float* y = floats(logits) + at * output8;
-    CHECK_LAUNCH(split_rows(parts, x_rows, rows, stride, input, input8, halves(operand), x_scale, x_doubt, stream));
-    gemm_along(parts, rows, hidden8, input8, step1, halves(operand), w1.view.operand, hidden.product, stream);
-    CHECK_LAUNCH(bias_sigmoid(parts, rows, hidden, x_rows, stride, x_doubt, w2.view.largest, halves(operand), h_doubt,
-                              centred, stream));
-    gemm_along(parts, rows, output8, hidden8, step2, halves(operand), w2.view.operand, y, stream);
-    CHECK_LAUNCH(bias_logsumexp(parts, rows, y, correction(step2) * 0x1p-15f, kept != nullptr, hidden, h_doubt, centred,
-                                w2.view, floats(out) + begin, stream));
+    CHECK_LAUNCH(split_rows(parts, hidden.x, split_x, stream));
+    gemm_along(parts, rows, hidden8, input8, step1, halves(operand), w1.view.operand.data, hidden.product, stream);
+    CHECK_LAUNCH(bias_sigmoid(parts, hidden, w2.view.largest, split_h, centred, stream));
+    gemm_along(parts, rows, output8, hidden8, step2, halves(operand), w2.view.operand.data, y, stream);
+    CHECK_LAUNCH(bias_logsumexp(parts, rows, y, correction(step2) * 0x1p-15f, kept != nullptr, hidden, split_h.doubt,
+                                centred, w2.view, floats(out) + begin, stream));
   }
   if (kept) *kept = {product, logits, slope};
 }
@@ -1126,8 +1136,8 @@ std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaSt
   C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + count * parts * cols8, 0,
                                  (count8 - count) * parts * cols8 * sizeof(__half), stream));
   C10_CUDA_CHECK(cudaMemsetAsync(floats(facts), 0, facts.numel() * sizeof(float), stream));
-  CHECK_LAUNCH(split_rows(parts, floats(rows), count, cols, cols, cols8, halves(operand), floats(facts),
-                          floats(facts) + count8, stream));
+  CHECK_LAUNCH(
+      split_rows(parts, rows_at(rows, 0, count), {halves(operand), floats(facts), floats(facts) + count8}, stream));
   return {operand, facts};
 }
 
@@ -1147,8 +1157,7 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const float *w2_scale = need_dz ? floats(w2_facts) : nullptr, *slope = kept.slope.const_data_ptr<float>();
   const auto scales = empty({input8 + 1}, x);
   const float *x_scale = floats(scales), *grad_scale = x_scale + input8;
-  CHECK_LAUNCH(gradient_scales(grad.const_data_ptr<float>(), slope, x.const_data_ptr<float>(), batch, x.stride(0),
-                               input, input8, floats(scales), stream));
+  CHECK_LAUNCH(gradient_scales({grad.const_data_ptr<float>(), slope}, rows_at(x, 0, batch), floats(scales), stream));
 
   const int64_t longest = longest_piece(parts, true), step1 = piece(hidden8, longest), step2 = piece(output8, longest);
   const int64_t slice = slice_rows(parts, batch, std::max({input8, hidden8, output8}));
@@ -1167,26 +1176,26 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   if (needs.x) d.x = empty({batch, input}, x);
   for (int64_t begin = 0; begin < batch; begin += slice) {
     const int64_t rows = std::min(slice, batch - begin), strip = begin / kStrip;
-    const float *grad_rows = grad.const_data_ptr<float>() + begin, *slope_rows = slope + begin;
-    CHECK_LAUNCH(softmax_gradient(parts, grad_rows, floats(kept.y) + begin * output8,
+    const Weights weights{grad.const_data_ptr<float>() + begin, slope + begin};
+    CHECK_LAUNCH(softmax_gradient(parts, weights.grad, floats(kept.y) + begin * output8,
                                   out.const_data_ptr<float>() + begin, rows, output, output8, halves(p), nullptr,
                                   floats(sums2) + strip * output8, stream));
     if (need_dz) gemm_along(parts, rows, hidden8, output8, step2, halves(p), halves(w2), floats(dh), stream);
-    CHECK_LAUNCH(sigmoid_gradient(parts, need_dz ? floats(dh) : nullptr, floats(kept.h) + begin * hidden8, grad_rows,
-                                  slope_rows, rows, hidden8, correction(step2), w2_scale, grad_scale,
+    CHECK_LAUNCH(sigmoid_gradient(parts, need_dz ? floats(dh) : nullptr, floats(kept.h) + begin * hidden8, weights,
+                                  rows, hidden8, correction(step2), w2_scale, grad_scale,
                                   need_dz ? halves(dz) : nullptr, needs.second ? halves(weighed_h) : nullptr,
                                   floats(sums1) + strip * hidden8, stream));
     if (needs.second)
       gemm_over_batch(parts, output8, hidden8, rows, halves(p), halves(weighed_h), floats(dw2), begin > 0, stream);
     if (needs.first) {
-      CHECK_LAUNCH(weigh_rows(parts, x.const_data_ptr<float>() + begin * x.stride(0), grad_rows, slope_rows, rows,
-                              x.stride(0), input, input8, x_scale, halves(weighed_x), stream));
+      CHECK_LAUNCH(weigh_rows(parts, weights, rows_at(x, begin, rows), x_scale, halves(weighed_x), stream));
       gemm_over_batch(parts, hidden8, input8, rows, halves(dz), halves(weighed_x), floats(dw1), begin > 0, stream);
     }
     if (needs.x) {
       gemm_along(parts, rows, input8, hidden8, step1, halves(dz), halves(w1), floats(dx), stream);
       CHECK_LAUNCH(unscale(floats(dx), rows, input, input8, correction(step1),
-                           {nullptr, grad_rows, slope_rows, floats(w1_facts)}, floats(d.x) + begin * input, stream));
+                           {nullptr, weights.grad, weights.slope, floats(w1_facts)}, floats(d.x) + begin * input,
+                           stream));
     }
   }
   const auto total = [](const Tensor& sums, int64_t cols) { return at::sum(sums.narrow(1, 0, cols), 0); };
@@ -1216,8 +1225,8 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
     const auto dh8 = empty({batch, hidden8}, x), sums1 = empty({strips, hidden8}, x);
     auto dh = dh8.narrow(1, 0, hidden);
     at::mm_out(dh, dy, weight2);
-    CHECK_LAUNCH(sigmoid_gradient(0, floats(dh8), floats(kept.h), nullptr, nullptr, batch, hidden8, 1.f, nullptr,
-                                  nullptr, nullptr, nullptr, floats(sums1), stream));
+    CHECK_LAUNCH(sigmoid_gradient(0, floats(dh8), floats(kept.h), {}, batch, hidden8, 1.f, nullptr, nullptr, nullptr,
+                                  nullptr, floats(sums1), stream));
     if (needs.x) d.x = at::mm(dh, weight1);
     if (needs.first) d.weight1 = at::mm(dh.t(), x), d.bias1 = at::sum(sums1.narrow(1, 0, hidden), 0);
   }

@@ -33,21 +33,50 @@ from torch import nn
 EXTENSION = "collapsed_gemm_sum"
 
 CUDA_SOURCE = r"""
+#include <c10/cuda/CUDAException.h>
+
 #include <cstdint>
 
-constexpr int COLUMNS = 64;   // columns of W a block adds up: 256 adjacent bytes of each row
+// Both kernels read by way of shared memory, through a ring of stages in which each thread has places of its own. (A
+// ring in registers does not keep loads in flight: a warp has six counters to tell what has arrived, and the compiler
+// gives all loads the same one.)
+constexpr int RING_BYTES = 64 << 10;  // on their way to a block; compute capability 7.0 and later have that for one
+
+constexpr int COLUMNS = 64;  // columns of W a block adds up: 256 adjacent bytes of each row
 constexpr int SUM_THREADS = 512;
-constexpr int SUM_LOADS = 8;  // loads a thread has in flight: 64 KiB a block, of which a multiprocessor has one
+constexpr int DOT_ROWS = 4;  // rows of x that share one reading of the column sums
 constexpr int DOT_THREADS = 256;
-constexpr int DOT_ROWS = 4;   // rows of x that share one reading of the column sums
 
-template <int N> struct Vector;
-template <> struct Vector<1> { using type = float; };
-template <> struct Vector<4> { using type = float4; };
-
+// Starts to copy N floats, aligned to as many, to shared memory, or zeros where they are not `there`. In the L2 cache
+// they take each other's place first, so that it keeps what others have there.
 template <int N>
-__device__ void load(const float* from, float (&to)[N]) {  // N floats, aligned to as many, not to be read again
-  *reinterpret_cast<typename Vector<N>::type*>(to) = __ldcs(reinterpret_cast<const typename Vector<N>::type*>(from));
+__device__ void start_copy(float* to, const float* from, bool there) {
+#if __CUDA_ARCH__ >= 800
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  if constexpr (N == 4)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+                 :: "r"(place), "l"(from), "r"(there ? 16 : 0), "l"(policy) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2, %3;"
+                 :: "r"(place), "l"(from), "r"(there ? 4 : 0), "l"(policy) : "memory");
+#else
+  for (int i = 0; i < N; ++i) to[i] = there ? __ldcs(from + i) : 0;
+#endif
+}
+
+__device__ void end_stage() {  // of the copies since the last end
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int LATER>
+__device__ void await_stage() {  // all but the last LATER, that is
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
+#endif
 }
 
 // weight (rows, columns) float32, sums (chunks, columns) float64: sums[k, c] = sum of weight[h, c] over the k-th share
@@ -56,8 +85,13 @@ __device__ void load(const float* from, float (&to)[N]) {  // N floats, aligned 
 template <int N>
 __global__ void __launch_bounds__(SUM_THREADS)
 column_sums_kernel(const float* weight, double* sums, int64_t rows, int64_t columns) {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();  // dot_kernel's blocks come beside this one's, and wait
+#endif
   constexpr int ACROSS = COLUMNS / N, DOWN = SUM_THREADS / ACROSS;
-  __shared__ double partial[DOWN][COLUMNS];
+  constexpr int STAGES = RING_BYTES / (SUM_THREADS * N * sizeof(float));
+  extern __shared__ float4 shared[];
+  const auto ring = reinterpret_cast<float(*)[SUM_THREADS][N]>(shared);
   const int across = threadIdx.x % ACROSS * N, down = threadIdx.x / ACROSS;
   const int64_t column = int64_t(blockIdx.x) * COLUMNS + across;
   const int64_t share = (rows + gridDim.y - 1) / gridDim.y;
@@ -65,19 +99,26 @@ column_sums_kernel(const float* weight, double* sums, int64_t rows, int64_t colu
 
   double sum[N] = {};
   if (column < columns) {
-    // A ring: each value is added a round after its load was issued, so that the compiler cannot put the two together.
-    float value[SUM_LOADS][N] = {};
-    const int64_t begin = first + down - SUM_LOADS * DOWN;
-    for (int64_t row = begin; row < end; row += SUM_LOADS * DOWN) {
+    int64_t next = first + down;  // the row to start copying, at `from`
+    const float* from = weight + next * columns + column;
+    const auto start_next = [&](int stage) {
+      start_copy<N>(ring[stage][threadIdx.x], from, next < end);
+      end_stage();
+      next += DOWN, from += DOWN * columns;
+    };
 #pragma unroll
-      for (int i = 0; i < SUM_LOADS; ++i) {
+    for (int stage = 0; stage < STAGES; ++stage) start_next(stage);
+    unsigned stage = 0;
+    for (int64_t row = first + down; row < end; row += DOWN, stage = (stage + 1) % STAGES) {
+      await_stage<STAGES - 1>();
 #pragma unroll
-        for (int j = 0; j < N; ++j) sum[j] += value[i][j], value[i][j] = 0;
-        const int64_t next = row + (SUM_LOADS + i) * DOWN;
-        if (next < end) load<N>(weight + next * columns + column, value[i]);
-      }
+      for (int j = 0; j < N; ++j) sum[j] += ring[stage][threadIdx.x][j];
+      start_next(stage);
     }
+    await_stage<0>();  // they are beyond the end, and yet write
   }
+  __syncthreads();
+  const auto partial = reinterpret_cast<double(*)[COLUMNS]>(shared);  // (DOWN, COLUMNS), in the ring's place
 #pragma unroll
   for (int j = 0; j < N; ++j) partial[down][across + j] = sum[j];
   for (int half = DOWN / 2; half > 0; half /= 2) {
@@ -99,47 +140,82 @@ __device__ __noinline__ double products(float x, const float* weight, int64_t co
   return sum;
 }
 
-// A thread's share of the dot products of DOT_ROWS rows: N columns in every DOT_THREADS * N.
-template <int N, bool BY_PRODUCTS>  // for infinities in x, that is
-__device__ void add_columns(const float* x, const double* sums, const float* weight, int64_t first, int64_t batch,
-                            int64_t rows, int64_t columns, int chunks, double (&dot)[DOT_ROWS]) {
-#pragma unroll 2
-  for (int64_t column = threadIdx.x * N; column < columns; column += DOT_THREADS * N) {
-    float value[DOT_ROWS][N];
+template <int N> struct Vector;
+template <> struct Vector<1> { using doubles = double; };
+template <> struct Vector<4> { using doubles = double2; };
+
+template <int N>
+__device__ void add_chunks(const double* sums, int64_t column, int64_t columns, int chunks, double (&sum)[N]) {
+  if (column >= columns) return;
+  using V = typename Vector<N>::doubles;
+  constexpr int M = sizeof(V) / sizeof(double);
 #pragma unroll
-    for (int i = 0; i < DOT_ROWS; ++i)  // beyond the last row, the last once more
-      load<N>(x + (first + i < batch ? first + i : batch - 1) * columns + column, value[i]);
-    double sum[N] = {};
-    for (int k = 0; k < chunks; ++k)
+  for (int j = 0; j < N; j += M) *reinterpret_cast<V*>(sum + j) = *reinterpret_cast<const V*>(sums + column + j);
+#pragma unroll 1
+  for (int k = 1; k < chunks; ++k)
 #pragma unroll
-      for (int j = 0; j < N; ++j) sum[j] += sums[k * columns + column + j];
-#pragma unroll
-    for (int i = 0; i < DOT_ROWS; ++i)
-#pragma unroll
-      for (int j = 0; j < N; ++j)
-        dot[i] += BY_PRODUCTS && isinf(value[i][j]) ? products(value[i][j], weight, column + j, rows, columns)
-                                                    : value[i][j] * sum[j];
-  }
+    for (int j = 0; j < N; ++j) sum[j] += sums[k * columns + column + j];
 }
 
 // x (batch, columns) float32, sums (chunks, columns) float64, out (batch) float32:
 // out[r] = scale / 2 * sum_c(x[r, c] * sum_k(sums[k, c])). Reads 4 * batch * columns bytes, and the sums a block, from
-// the L2 cache. A block takes DOT_ROWS rows.
+// the L2 cache. A block takes DOT_ROWS rows, a thread N columns in every DOT_THREADS * N.
 template <int N>
 __global__ void __launch_bounds__(DOT_THREADS)
 dot_kernel(const float* x, const double* sums, const float* weight, float* out, int64_t batch, int64_t rows,
            int64_t columns, int chunks, double scale) {
-  __shared__ double partial[DOT_ROWS][DOT_THREADS / 32];
+  constexpr int STEP = DOT_THREADS * N, STAGES = RING_BYTES / (DOT_ROWS * STEP * sizeof(float));
+  extern __shared__ float4 shared[];
+  const auto ring = reinterpret_cast<float(*)[DOT_ROWS][DOT_THREADS][N]>(shared);
   const int64_t first = int64_t(blockIdx.x) * DOT_ROWS;
-  double dot[DOT_ROWS] = {};
-  add_columns<N, false>(x, sums, weight, first, batch, rows, columns, chunks, dot);
+  const auto row = [&](int i) {  // the first row's offset and so on; beyond the last row the last's once more
+    return (first + i < batch ? first + i : batch - 1) * columns;
+  };
+  int64_t next = threadIdx.x * N;  // the column to start copying
+  const auto start_next = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < DOT_ROWS; ++i) start_copy<N>(ring[stage][i][threadIdx.x], x + row(i) + next, next < columns);
+    end_stage();
+    next += STEP;
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage) start_next(stage);
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();  // waits for the sums
+#endif
+  double sum[N], later[N], dot[DOT_ROWS] = {};
+  add_chunks<N>(sums, threadIdx.x * N, columns, chunks, later);
+  unsigned stage = 0;
+  for (int64_t column = threadIdx.x * N; column < columns; column += STEP, stage = (stage + 1) % STAGES) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[j] = later[j];
+    add_chunks<N>(sums, column + STEP, columns, chunks, later);
+    await_stage<STAGES - 1>();
+#pragma unroll
+    for (int i = 0; i < DOT_ROWS; ++i)
+#pragma unroll
+      for (int j = 0; j < N; ++j) dot[i] += ring[stage][i][threadIdx.x][j] * sum[j];
+    start_next(stage);
+  }
+  await_stage<0>();
+  __syncthreads();
+  const auto partial = reinterpret_cast<double(*)[DOT_THREADS / 32]>(shared);  // (DOT_ROWS, warps), in the ring's place
   bool finite = true;
 #pragma unroll
   for (int i = 0; i < DOT_ROWS; ++i) finite = finite && isfinite(dot[i]);
-  if (!finite) {
+  if (!finite) {  // once more, with what infinities in x really come to
 #pragma unroll
     for (int i = 0; i < DOT_ROWS; ++i) dot[i] = 0;
-    add_columns<N, true>(x, sums, weight, first, batch, rows, columns, chunks, dot);
+    for (int64_t column = threadIdx.x * N; column < columns; column += STEP) {
+      add_chunks<N>(sums, column, columns, chunks, sum);
+#pragma unroll
+      for (int i = 0; i < DOT_ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const float value = x[row(i) + column + j];
+          dot[i] += isinf(value) ? products(value, weight, column + j, rows, columns) : value * sum[j];
+        }
+    }
   }
 #pragma unroll
   for (int i = 0; i < DOT_ROWS; ++i) {
@@ -149,9 +225,9 @@ dot_kernel(const float* x, const double* sums, const float* weight, float* out, 
   }
   __syncthreads();
   if (threadIdx.x < DOT_ROWS && first + threadIdx.x < batch) {
-    double sum = 0;
-    for (int warp = 0; warp < DOT_THREADS / 32; ++warp) sum += partial[threadIdx.x][warp];
-    out[first + threadIdx.x] = static_cast<float>(sum * scale / 2);
+    double total = 0;
+    for (int warp = 0; warp < DOT_THREADS / 32; ++warp) total += partial[threadIdx.x][warp];
+    out[first + threadIdx.x] = static_cast<float>(total * scale / 2);
   }
 }
 
@@ -161,20 +237,37 @@ void launch_column_sums(const float* weight, double* sums, int64_t rows, int64_t
                         cudaStream_t stream) {
   const dim3 blocks(static_cast<unsigned>(column_groups(columns)), chunks);
   const auto kernel = vectors ? column_sums_kernel<4> : column_sums_kernel<1>;
-  kernel<<<blocks, SUM_THREADS, 0, stream>>>(weight, sums, rows, columns);
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, RING_BYTES));
+  kernel<<<blocks, SUM_THREADS, RING_BYTES, stream>>>(weight, sums, rows, columns);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// Right after launch_column_sums, if there are columns: this kernel starts while that one runs (compute capability 9.0
+// and later), so that what wrote x must have ended when that one starts, as it has where nothing else is launched so.
 void launch_dot(const float* x, const double* sums, const float* weight, float* out, int64_t batch, int64_t rows,
                 int64_t columns, int chunks, double scale, bool vectors, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>((batch + DOT_ROWS - 1) / DOT_ROWS);
   const auto kernel = vectors ? dot_kernel<4> : dot_kernel<1>;
-  kernel<<<blocks, DOT_THREADS, 0, stream>>>(x, sums, weight, out, batch, rows, columns, chunks, scale);
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, RING_BYTES));
+  cudaFuncAttributes compiled;  // PTX of an earlier architecture, where the kernel does not wait, may be what runs
+  C10_CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>((batch + DOT_ROWS - 1) / DOT_ROWS));
+  launch.blockDim = dim3(DOT_THREADS);
+  launch.dynamicSmemBytes = RING_BYTES;
+  launch.stream = stream;
+  launch.attrs = &early;
+  launch.numAttrs = columns > 0 && compiled.ptxVersion >= 90;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, x, sums, weight, out, batch, rows, columns, chunks, scale));
 }
 """
 
 CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -188,12 +281,16 @@ void launch_column_sums(const float* weight, double* sums, int64_t rows, int64_t
 void launch_dot(const float* x, const double* sums, const float* weight, float* out, int64_t batch, int64_t rows,
                 int64_t columns, int chunks, double scale, bool vectors, cudaStream_t);
 
-at::Tensor shaped(const at::Tensor& x, const at::Tensor& weight, double scale) {
+void check(const at::Tensor& x, const at::Tensor& weight) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1) &&
                   x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && x.device() == weight.device(),
               "collapsed_gemm_sum: x and weight must be float32 matrices of as many columns on one device, got x ",
               x.scalar_type(), " ", x.sym_sizes(), " on ", x.device(), ", weight ", weight.scalar_type(), " ",
               weight.sym_sizes(), " on ", weight.device());
+}
+
+at::Tensor shaped(const at::Tensor& x, const at::Tensor& weight, double scale) {
+  check(x, weight);
   return at::empty_symint({x.sym_size(0), 1}, x.options());
 }
 
@@ -217,24 +314,25 @@ int count_chunks(int64_t rows, int64_t columns, int multiprocessors) {
 }
 
 at::Tensor collapsed_gemm_sum(const at::Tensor& x_, const at::Tensor& weight_, double scale) {
-  at::Tensor out = shaped(x_, weight_, scale);
-  const int64_t batch = x_.size(0), rows = weight_.size(0), columns = weight_.size(1);
-  if (batch == 0) return out;
+  check(x_, weight_);
   const c10::cuda::CUDAGuard guard(x_.device());
   const at::Tensor x = x_.contiguous(), weight = weight_.contiguous();
+  const int64_t batch = x.size(0), rows = weight.size(0), columns = weight.size(1);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  int multiprocessors = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, x.device().index()));
-  const int chunks = columns ? count_chunks(rows, columns, multiprocessors) : 0;
-  const at::Tensor sums = at::empty({chunks, columns}, x.options().dtype(at::kDouble));
-  if (columns) {
-    launch_column_sums(weight.const_data_ptr<float>(), sums.mutable_data_ptr<double>(), rows, columns, chunks,
+  c10::DataPtr memory;  // (chunks, columns) float64
+  int chunks = 0;
+  if (batch && columns) {  // before `out` is made, as the GPU waits for this launch, and the host for no other
+    int multiprocessors = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, x.device().index()));
+    chunks = count_chunks(rows, columns, multiprocessors);
+    memory = c10::cuda::CUDACachingAllocator::get()->allocate(sizeof(double) * chunks * columns);
+    launch_column_sums(weight.const_data_ptr<float>(), static_cast<double*>(memory.get()), rows, columns, chunks,
                        takes_vectors(weight), stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  launch_dot(x.const_data_ptr<float>(), sums.const_data_ptr<double>(), weight.const_data_ptr<float>(),
-             out.mutable_data_ptr<float>(), batch, rows, columns, chunks, scale, takes_vectors(x), stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  at::Tensor out = at::empty({batch, 1}, x.options());
+  if (batch)
+    launch_dot(x.const_data_ptr<float>(), static_cast<const double*>(memory.get()), weight.const_data_ptr<float>(),
+               out.mutable_data_ptr<float>(), batch, rows, columns, chunks, scale, takes_vectors(x), stream);
   return out;
 }
 
@@ -243,6 +341,10 @@ TORCH_LIBRARY_FRAGMENT(EXTENSION_NAMESPACE, m) {
 }
 TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, CUDA, m) { m.impl("collapsed_gemm_sum", collapsed_gemm_sum); }
 TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, Meta, m) { m.impl("collapsed_gemm_sum", shaped); }
+// The class _Collapsed has the gradients; what PyTorch would do here, to warn that there are none, takes time.
+TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, Autograd, m) {
+  m.impl("collapsed_gemm_sum", torch::CppFunction::makeFallthrough());
+}
 """
 
 CXX_FLAGS = ["-O2"]
@@ -252,6 +354,10 @@ NVCC_FLAGS = ["-O3"]
 
 # nvcc's package asks for nvvm and crt of any version; their extras pin them to its own, without which ptxas fails.
 _TOOLKIT = f'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]=={torch.version.cuda}.*"'
+
+
+# A compiler that brings its C++ library as an archive must not mix that with PyTorch's: a number in a message crashed.
+_LINK_FLAGS = ["-Wl,--exclude-libs,ALL"]
 
 
 class _Explain(contextlib.AbstractContextManager):
@@ -434,6 +540,7 @@ def _compile(name, library, nvcc, ninja):
             cuda_sources=CUDA_SOURCE,
             extra_cflags=[define, *CXX_FLAGS, *(flag.replace(",", " ", 1) for flag in headers)],
             extra_cuda_cflags=[define, *NVCC_FLAGS, *_architectures(), *(f"-Xcompiler {flag}" for flag in headers)],
+            extra_ldflags=[*_LINK_FLAGS],  # PyTorch adds to it
             build_directory=f"{links}/build",
             is_python_module=False,
             no_implicit_headers=True,
@@ -448,8 +555,9 @@ def build():
     content, so that no version is ever taken for another, on disk or in this process.
     Raises RuntimeError, whose first line says what is wrong and what to do.
     """
-    content = CPP_SOURCE, CUDA_SOURCE, CXX_FLAGS, NVCC_FLAGS, _architectures(), torch.version.cuda, torch.__version__
-    name = f"{EXTENSION}_{hashlib.sha256(repr((content, platform.machine())).encode()).hexdigest()[:16]}"
+    flags = CXX_FLAGS, NVCC_FLAGS, _architectures(), _LINK_FLAGS
+    content = CPP_SOURCE, CUDA_SOURCE, flags, torch.version.cuda, torch.__version__, platform.machine()
+    name = f"{EXTENSION}_{hashlib.sha256(repr(content).encode()).hexdigest()[:16]}"
     loaded = lambda: any(name in path for path in tuple(torch.ops.loaded_libraries))
     if loaded():  # by an earlier run of this text
         return name
@@ -558,6 +666,7 @@ class ModelNew(nn.Module):
             and x.device == weight.device
             and not torch.is_autocast_enabled(x.device.type)
             and not torch._C._are_functorch_transforms_active()
+            and torch.autograd.forward_ad._current_level < 0  # no tangents, which the operator does not have
         ):
             if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
                 return _Collapsed.apply(x, weight, self.scaling_factor)

@@ -1,11 +1,13 @@
 """The second problem with the product as PyTorch makes it, and one kernel for divide, sum and scale.
 
-The product is the reference's call, under the same precision switch, and the kernel adds in float32 in the order in
-which PyTorch's own does, so that its rounding is the reference's too. An exact sum of the same product would fail the
+The result is the reference's to the last bit, and so are the gradients. An exact sum of the same product would fail the
 check in one trial of three: a float32 sum of 8192 terms of this size is off by about 4e-4, whoever makes it, and an
-output near zero is allowed 1e-4.
+output near zero is allowed 1e-4. So the product is the reference's call, under the same precision switch, and the sum
+is PyTorch's own reduction, a template in the headers that it comes with, which is given what to do with an element
+(halve it) and with a finished sum (scale it). The order of the additions, which depends on the shape, the GPU and the
+version of PyTorch, is then that of the installed PyTorch, whichever it is.
 
-One file that stands alone: the CUDA source is compiled on first use. What the kernel does not cover (tensors on the
+One file that stands alone: the CUDA source is compiled on first use. What the kernels do not cover (tensors on the
 CPU, other dtypes than float32, autocast, other than two dimensions) is done by PyTorch's own operations.
 """
 
@@ -31,72 +33,72 @@ from torch import nn
 EXTENSION = "divide_sum_scale"
 
 CUDA_SOURCE = r"""
+#include <ATen/native/cuda/Reduce.cuh>
+
 #include <cstdint>
 
-// product (rows, width) float32, out (rows) float32: out[r] = scale * sum_h(product[r, h] / 2).
-// Reads 4 * rows * width bytes, once. A block takes a row at a time, thread t the groups t, t + 512, t + 1024, ... of
-// four adjacent elements. The order of the additions is that of PyTorch's sum over the last of two dimensions, where it
-// gives a row to a block (from 8192 columns on): a sum for each place in a group, the four added up; then the warps'
-// sums in a tree, then the lanes'.
-constexpr int LANES = 32, WARPS = 16, GROUP = 4;
+// What PyTorch's reduction asks of an operation, here as for its own sums but for two places: each element is halved
+// before it is added, and a finished sum is scaled. (A sum of parts, where there are more elements than 32 bits can
+// index, goes through `combine` alone until it is finished.)
+struct DivideSumScale {
+  float scale;
 
-template <bool ALIGNED>  // whether each row starts on 16 bytes and is of whole groups
-__global__ void __launch_bounds__(LANES * WARPS)
-divide_sum_scale_kernel(const float* product, float* out, int64_t rows, int64_t width, float scale) {
-  __shared__ float partial[WARPS][LANES];
-  const int lane = threadIdx.x, warp = threadIdx.y;
+  // Halving rounds where the result is subnormal, so that it must not become part of a fused multiply-add.
+  __device__ float reduce(float sum, float element, int64_t) const { return combine(sum, __fmul_rn(element, 0.5f)); }
+  __device__ float combine(float a, float b) const { return a + b; }
+  __device__ float project(float sum) const { return sum * scale; }
+  __device__ float warp_shfl_down(float sum, int offset) const { return WARP_SHFL_DOWN(sum, offset); }
+  static __device__ float translate_idx(float sum, int64_t) { return sum; }
+};
+
+// product (rows, width) float32, not empty, out (rows, 1) float32: out[r] = scale * sum_h(product[r, h] / 2).
+// Reads 4 * rows * width bytes, once.
+void launch_divide_sum_scale(const at::TensorBase& product, at::TensorBase& out, float scale) {
+  at::TensorIterator iterator = at::TensorIterator::reduce_op(out, product);
+  at::native::gpu_reduce_kernel<float, float>(iterator, DivideSumScale{scale});
+}
+
+template <int N> struct Vector;
+template <> struct Vector<1> { using type = float; };
+template <> struct Vector<4> { using type = float4; };
+
+// grad (rows) float32, `stride` elements apart, out (rows, width) float32: out[r, h] = grad[r] * scale / 2.
+// Writes 4 * rows * width bytes. A block takes a row at a time, a thread N adjacent elements at a time.
+template <int N>
+__global__ void __launch_bounds__(256)
+spread_kernel(const float* grad, int64_t stride, float* out, int64_t rows, int64_t width, float scale) {
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const float* from = product + row * width;
-    float sums[GROUP] = {};
-#pragma unroll 4
-    for (int64_t first = GROUP * (warp * LANES + lane); first < width; first += GROUP * LANES * WARPS) {
-      float value[GROUP] = {};
-      if (ALIGNED)
-        *reinterpret_cast<float4*>(value) = *reinterpret_cast<const float4*>(from + first);
-      else
-        for (int i = 0; i < GROUP && first + i < width; ++i) value[i] = from[first + i];
+    const float value = grad[row * stride] * scale / 2;
+    float values[N];
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i) sums[i] += value[i] / 2;
-    }
-    float sum = sums[0];
-#pragma unroll
-    for (int i = 1; i < GROUP; ++i) sum += sums[i];
-
-    partial[warp][lane] = sum;
-#pragma unroll
-    for (int half = WARPS / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (warp < half) partial[warp][lane] = sum += partial[warp + half][lane];
-    }
-    if (warp == 0) {
-#pragma unroll
-      for (int offset = 1; offset < LANES; offset *= 2) sum += __shfl_down_sync(~0u, sum, offset);
-      if (lane == 0) out[row] = sum * scale;
-    }
-    __syncthreads();  // before the next row overwrites partial
+    for (int i = 0; i < N; ++i) values[i] = value;
+    for (int64_t first = threadIdx.x * N; first < width; first += blockDim.x * N)
+      *reinterpret_cast<typename Vector<N>::type*>(out + row * width + first) =
+          *reinterpret_cast<typename Vector<N>::type*>(values);
   }
 }
 
-void launch_divide_sum_scale(const float* product, float* out, int64_t rows, int64_t width, float scale,
-                             cudaStream_t stream) {
+void launch_spread(const float* grad, int64_t stride, float* out, int64_t rows, int64_t width, float scale,
+                   cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(rows < 0x7fffffff ? rows : 0x7fffffff);
-  const bool aligned = width % GROUP == 0 && reinterpret_cast<uintptr_t>(product) % sizeof(float4) == 0;
-  const auto kernel = aligned ? divide_sum_scale_kernel<true> : divide_sum_scale_kernel<false>;
-  kernel<<<blocks, dim3(LANES, WARPS), 0, stream>>>(product, out, rows, width, scale);
+  const auto kernel = width % 4 ? spread_kernel<1> : spread_kernel<4>;
+  kernel<<<blocks, 256, 0, stream>>>(grad, stride, out, rows, width, scale);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
 
 CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-void launch_divide_sum_scale(const float*, float*, int64_t rows, int64_t width, float scale, cudaStream_t);
+void launch_divide_sum_scale(const at::TensorBase& product, at::TensorBase& out, float scale);
+void launch_spread(const float* grad, int64_t stride, float* out, int64_t rows, int64_t width, float scale,
+                   cudaStream_t);
 
-at::Tensor shaped(const at::Tensor& product, double scale) {
+at::Tensor summed_shape(const at::Tensor& product, double scale) {
   TORCH_CHECK(product.dim() == 2 && product.scalar_type() == at::kFloat,
               "divide_sum_scale: product must be a float32 matrix, got ", product.scalar_type(), " ",
               product.sym_sizes());
@@ -105,19 +107,41 @@ at::Tensor shaped(const at::Tensor& product, double scale) {
 
 at::Tensor divide_sum_scale(const at::Tensor& product, double scale) {
   const c10::cuda::CUDAGuard guard(product.device());
-  const at::Tensor from = product.contiguous();
-  at::Tensor out = shaped(from, scale);
-  if (out.numel()) {
-    launch_divide_sum_scale(from.const_data_ptr<float>(), out.mutable_data_ptr<float>(), from.size(0), from.size(1),
-                            static_cast<float>(scale), c10::cuda::getCurrentCUDAStream());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  at::Tensor out = summed_shape(product, scale);
+  if (product.numel())
+    launch_divide_sum_scale(product, out, static_cast<float>(scale));
+  else
+    out.fill_(0 * scale);
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(EXTENSION_NAMESPACE, m) { m.def("divide_sum_scale(Tensor product, float scale) -> Tensor"); }
-TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, CUDA, m) { m.impl("divide_sum_scale", divide_sum_scale); }
-TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, Meta, m) { m.impl("divide_sum_scale", shaped); }
+at::Tensor spread_shape(const at::Tensor& grad, c10::SymInt width, double scale) {
+  TORCH_CHECK(grad.dim() == 2 && grad.sym_size(1) == 1 && grad.scalar_type() == at::kFloat,
+              "spread: grad must be a float32 column, got ", grad.scalar_type(), " ", grad.sym_sizes());
+  return at::empty_symint({grad.sym_size(0), width}, grad.options());
+}
+
+at::Tensor spread(const at::Tensor& grad, c10::SymInt width, double scale) {
+  const c10::cuda::CUDAGuard guard(grad.device());
+  at::Tensor out = spread_shape(grad, width, scale);
+  if (out.numel())
+    launch_spread(grad.const_data_ptr<float>(), grad.stride(0), out.mutable_data_ptr<float>(), out.size(0),
+                  out.size(1), static_cast<float>(scale), c10::cuda::getCurrentCUDAStream());
+  return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(EXTENSION_NAMESPACE, m) {
+  m.def("divide_sum_scale(Tensor product, float scale) -> Tensor");
+  m.def("spread(Tensor grad, SymInt width, float scale) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, CUDA, m) {
+  m.impl("divide_sum_scale", divide_sum_scale);
+  m.impl("spread", spread);
+}
+TORCH_LIBRARY_IMPL(EXTENSION_NAMESPACE, Meta, m) {
+  m.impl("divide_sum_scale", summed_shape);
+  m.impl("spread", spread_shape);
+}
 """
 
 CXX_FLAGS = ["-O2"]
@@ -127,6 +151,10 @@ NVCC_FLAGS = ["-O3"]
 
 # nvcc's package asks for nvvm and crt of any version; their extras pin them to its own, without which ptxas fails.
 _TOOLKIT = f'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]=={torch.version.cuda}.*"'
+
+
+# A compiler that brings its C++ library as an archive must not mix that with PyTorch's: a number in a message crashed.
+_LINK_FLAGS = ["-Wl,--exclude-libs,ALL"]
 
 
 class _Explain(contextlib.AbstractContextManager):
@@ -309,6 +337,7 @@ def _compile(name, library, nvcc, ninja):
             cuda_sources=CUDA_SOURCE,
             extra_cflags=[define, *CXX_FLAGS, *(flag.replace(",", " ", 1) for flag in headers)],
             extra_cuda_cflags=[define, *NVCC_FLAGS, *_architectures(), *(f"-Xcompiler {flag}" for flag in headers)],
+            extra_ldflags=[*_LINK_FLAGS],  # PyTorch adds to it
             build_directory=f"{links}/build",
             is_python_module=False,
             no_implicit_headers=True,
@@ -323,8 +352,9 @@ def build():
     content, so that no version is ever taken for another, on disk or in this process.
     Raises RuntimeError, whose first line says what is wrong and what to do.
     """
-    content = CPP_SOURCE, CUDA_SOURCE, CXX_FLAGS, NVCC_FLAGS, _architectures(), torch.version.cuda, torch.__version__
-    name = f"{EXTENSION}_{hashlib.sha256(repr((content, platform.machine())).encode()).hexdigest()[:16]}"
+    flags = CXX_FLAGS, NVCC_FLAGS, _architectures(), _LINK_FLAGS
+    content = CPP_SOURCE, CUDA_SOURCE, flags, torch.version.cuda, torch.__version__, platform.machine()
+    name = f"{EXTENSION}_{hashlib.sha256(repr(content).encode()).hexdigest()[:16]}"
     loaded = lambda: any(name in path for path in tuple(torch.ops.loaded_libraries))
     if loaded():  # by an earlier run of this text
         return name
@@ -386,7 +416,9 @@ class _DivideSumScale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad * ctx.scale / 2).expand(ctx.shape), None  # (rows, 1) -> (rows, width)
+        if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
+            return (grad * ctx.scale).expand(ctx.shape) / 2, None  # (rows, 1) -> (rows, width)
+        return extension(grad.device.index).spread.default(grad, ctx.shape[1], ctx.scale), None
 
 
 class ModelNew(nn.Module):
@@ -406,6 +438,7 @@ class ModelNew(nn.Module):
             and product.dtype == torch.float32
             and product.dim() == 2
             and not torch._C._are_functorch_transforms_active()
+            and torch.autograd.forward_ad._current_level < 0  # no tangents, which the operators do not have
         ):
             if product.requires_grad:
                 return _DivideSumScale.apply(product, self.scaling_factor)

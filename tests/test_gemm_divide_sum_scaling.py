@@ -235,6 +235,16 @@ def test_function_transforms(solution, device):
     torch.testing.assert_close(*gradients)
 
 
+def test_forward_mode_gradients(solution, device):
+    """Dual tensors get the reference's tangent."""
+    models = pair(solution, 5, 7, device)
+    x, tangent = rand(3, 5, device=device), rand(3, 5, device=device) - 0.5
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        expected, actual = (torch.autograd.forward_ad.unpack_dual(model(dual)).tangent for model in models)
+    torch.testing.assert_close(actual, expected)
+
+
 def test_weight_changed_in_any_way_is_seen(solution, device):
     reference, new = pair(solution, 33, 65, device)
     x = rand(5, 33, device=device)
@@ -285,6 +295,9 @@ def test_operator_on_meta_tensors(solution, monkeypatch):
         assert operators.divide_sum_scale(x, 1.5).shape == (4, 1)
         with pytest.raises(RuntimeError, match="product must be a float32 matrix, got Double"):
             operators.divide_sum_scale(x.double(), 1.5)
+        assert operators.spread(x[:, :1], 5, 1.5).shape == (4, 5)
+        with pytest.raises(RuntimeError, match="grad must be a float32 column, got Float"):
+            operators.spread(x, 5, 1.5)
     else:
         assert operators.collapsed_gemm_sum(x, weight, 1.5).shape == (4, 1)
         with pytest.raises(RuntimeError, match="must be float32 matrices of as many columns"):
@@ -296,7 +309,7 @@ def test_operator_on_meta_tensors(solution, monkeypatch):
 
 @pytest.mark.gpu
 def test_plain_form_at_the_problems_sizes_is_eager_bit_for_bit():
-    """It adds in PyTorch's order. If PyTorch has changed that, near-zero outputs no longer fit the tolerance."""
+    """Or else outputs near zero do not fit the tolerance."""
     problem, solution = modules["reference"], modules["model_new"]
     reference, new = pair(solution, problem.input_size, problem.hidden_size, "cuda")
     for seed in range(5):
@@ -304,6 +317,135 @@ def test_plain_form_at_the_problems_sizes_is_eager_bit_for_bit():
         x = torch.rand(problem.batch_size, problem.input_size, device="cuda")
         with torch.no_grad():
             assert torch.equal(new(x), reference(x)), (new(x) - reference(x)).abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["highest", "high"])
+@pytest.mark.parametrize(
+    "batch, input_size, hidden_size",
+    [
+        (1, 1, 1),
+        (0, 5, 7),
+        (3, 0, 7),
+        (3, 5, 0),
+        (129, 63, 1),  # one column
+        (70_000, 3, 1),
+        (70_000, 3, 3),
+        (7, 65, 127),  # rows that do and do not start on 16 bytes, below and above where PyTorch's loads do
+        (7, 65, 128),
+        (5, 65, 1025),
+        (1000, 65, 1026),
+        (1, 256, 8192),  # few rows
+        (3, 33, 8191),
+        (300, 64, 4096),
+        (1, 3, 300_000),  # wide rows, of several blocks each
+        (2, 3, 1_000_003),
+        (200, 3, 100_000),
+    ],
+)
+def test_plain_form_is_eager_bit_for_bit(batch, input_size, hidden_size, mode, precision):
+    """Outputs and gradients, whatever the order in which this version of PyTorch adds for these sizes."""
+    precision(mode)
+    models = pair(modules["model_new"], input_size, hidden_size, "cuda")
+    upstream = rand(batch, 1, device="cuda") - 0.5
+    found = []
+    for model in models:
+        x = (rand(batch, input_size, device="cuda") - 0.25).requires_grad_()
+        out = model(x)
+        out.backward(upstream)
+        with torch.no_grad():
+            found.append((out.detach(), model(x), x.grad, model.weight.grad))
+    for name, expected, actual in zip(("out", "out without gradients", "x", "weight"), *found, strict=True):
+        assert torch.equal(actual, expected), (name, (actual - expected).abs().max())
+
+
+@pytest.mark.gpu
+def test_plain_form_of_any_layout_is_eager_bit_for_bit():
+    """Of ``x`` and the weight, that is; the product is contiguous."""
+    reference, new = pair(modules["model_new"], 64, 1030, "cuda")
+    base = rand(40, 200, device="cuda") - 0.25
+    with torch.no_grad():
+        for weight in (reference.weight.data, reference.weight.data.t().contiguous().t()):
+            new.weight.data = reference.weight.data = weight
+            for x in (base[:, :64].t().contiguous().t(), base[::3, :64], base[:, 1:129:2], base[:1, :64].expand(6, 64)):
+                assert torch.equal(new(x), reference(x)), (x.shape, x.stride())
+
+
+@pytest.mark.gpu
+def test_gradients_that_are_expanded_or_strided_are_eager_bit_for_bit():
+    models = pair(modules["model_new"], 65, 1026, "cuda")
+    x = rand(9, 65, device="cuda")
+    for loss in (torch.sum, lambda out: out[::2].sum(), lambda out: out.expand(9, 5)[:, 1:3].sum()):
+        gradients = [torch.autograd.grad(loss(model(x)), model.weight)[0] for model in models]
+        assert torch.equal(*gradients)
+
+
+def eager(product, scale):
+    return torch.sum(product / 2, dim=1, keepdim=True) * scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, width", [(1, 1), (1, 5000), (6, 129), (40, 8192), (3000, 17), (2, 1_000_003)])
+@pytest.mark.parametrize("fault", ["large", "subnormal", "infinite", "nan"])
+def test_operator_is_eager_bit_for_bit_at_the_ends_of_the_range(rows, width, fault):
+    """Halving comes first: what would overflow does not, and what is subnormal is rounded."""
+    product = rand(rows, width, device="cuda") - 0.5
+    if fault == "large":
+        product = torch.where(product > 0, 3e38, -3e38)  # a sum may end beyond the range
+    elif fault == "subnormal":
+        product = product * 2**-145  # odd multiples of the least number among them
+    else:
+        product[0, width // 2] = float(fault[:3])
+    scale = 2**20 if fault == "subnormal" else 0.3
+    actual = modules["model_new"].extension(product.device.index).divide_sum_scale(product, scale)
+    torch.testing.assert_close(actual, eager(product, scale), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_operator_takes_any_layout():
+    """Small integers, whose sums are exact in any order; and the transposed one bit for bit."""
+    operator = modules["model_new"].extension(0).divide_sum_scale
+    base = torch.randint(-8, 9, (130, 2000), generator=torch.Generator().manual_seed(1)).float().cuda()
+    for product in (base.t(), base[:, ::3], base[5:, 1:1998], base[:1].expand(7, 2000), base[:, :1], base[:, :0]):
+        assert torch.equal(operator(product, 1.5), eager(product, 1.5)), (product.shape, product.stride())
+    product = rand(130, 2000, device="cuda").t()
+    assert torch.equal(operator(product, 1.5), eager(product, 1.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, width", [(1, 2**29 + 5), (3, 2**28 + 1), (2**28 + 1, 3), (2**29 + 5, 1)])
+def test_operator_is_eager_bit_for_bit_beyond_32_bit_offsets(rows, width):
+    """More than 2**31 bytes, which PyTorch sums in parts: only what is finished is scaled."""
+    product = torch.rand(rows, width, device="cuda") - 0.5
+    assert torch.equal(modules["model_new"].extension(0).divide_sum_scale(product, 3.0), eager(product, 3.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 5, 8])
+@pytest.mark.parametrize("input_size", [1, 4, 63, 64, 68, 1024, 1025, 4096, 4100, 8196])
+@pytest.mark.parametrize("hidden_size", [1, 31, 33, 256, 257, 1000])
+def test_collapsed_form_around_the_ends_of_its_rings(batch, input_size, hidden_size):
+    reference, new = pair(modules["model_collapsed"], input_size, hidden_size, "cuda")
+    x = rand(batch, input_size, device="cuda") - 0.25
+    with torch.no_grad():
+        check_near(new(x), reference, x)
+
+
+@pytest.mark.gpu
+def test_collapsed_form_sees_what_was_written_just_before():
+    """Its second kernel starts while the first one runs, and yet reads nothing that is still to be written."""
+    _, new = pair(modules["model_collapsed"], 4096, 2048, "cuda")
+    x, strided = torch.empty(600, 4096, device="cuda"), torch.empty(600, 4096, 2, device="cuda")[..., 0]
+    outs = []
+    with torch.no_grad():
+        for step in range(1, 60):
+            new.weight.fill_(step)
+            x.fill_(2 * step)
+            strided.fill_(3 * step)
+            outs.append((step, new(x), new(strided)))
+    for step, out, other in outs:
+        one = 4096 * 2048 * step**2 * 0.75
+        assert (out == 2 * one).all() and (other == 3 * one).all(), step
 
 
 @pytest.mark.gpu
@@ -351,6 +493,9 @@ def test_product_of_more_than_two_to_the_31_elements():
     product[-1] = 3
     out = modules["model_new"].extension(product.device.index).divide_sum_scale(product, 2.0)
     assert out[0].item() == out[-2].item() == 8192 and out[-1].item() == 3 * 8192
+    grad = torch.arange(rows, device="cuda").remainder(1000).float().unsqueeze(1)
+    spread = modules["model_new"].extension(product.device.index).spread(grad, 8192, 2.0)
+    assert torch.equal(spread[:, 0], grad[:, 0]) and torch.equal(spread[-1], grad[-1].expand(8192))
 
 
 @pytest.mark.gpu
