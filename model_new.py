@@ -87,6 +87,8 @@ struct Scales {
   const float *all, *row, *row2, *column;
 };
 
+constexpr float kUpP = 0x1p14f;  // what the softmax is multiplied by in the gradients' operands
+
 cudaError_t split_rows(int parts, Rows rows, Operand operand, cudaStream_t stream);
 cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream);
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest, Operand operand, bool* centred,
@@ -579,12 +581,13 @@ __global__ void __launch_bounds__(kThreads)
 //
 // The same products of split operands; those that sum over the batch are one product for each part. An operand has a
 // scale for each of its rows where the sum runs along them, and for each column where it runs over the batch; p and dz
-// are summed both ways and so have none, but need none. p is at most 1. dz is taken in units of the scale that W2's
-// column k was split with and of the row's `slope`, which bounds its h (1 - h): it stays below 2^15 then, as W2's
-// column does. The units of k are given to W1's rows for dx, and to dW1's; those of a row to grad, which lies with x
-// and h, and so do rows that weigh little in the gradient, or that saturate every sigmoid, little harm to the others.
-
-constexpr float kUpP = 0x1p14f;
+// are summed both ways and have none. p is at most 1. dz is taken in units of the scale that W2's column k was split
+// with and of the row's `slope`, which bounds its h (1 - h): it stays below 2^15 then, as W2's column does. The units
+// of k are given to W1's rows for dx, and to dW1's; those of a row to grad, which lies with x and h, so that a row with
+// a large x but a small gradient does not set the scale of the others.
+//
+// Nothing is repaired here. Against float32 that loses what is small by itself: dW2 of an output whose p is below 1e-8
+// in the whole batch, dW1 and dW2 of a hidden unit whose h (1 - h), or h, is.
 
 // The power of two that keeps what is at most `bound` below 2^15.
 __device__ float up_below(float bound) {
@@ -738,29 +741,28 @@ __global__ void __launch_bounds__(kThreads)
     unscale_kernel(const float* __restrict__ from, int64_t rows, int cols, int padded, float factor, Scales scales,
                    float* __restrict__ to) {
   wait_for_stream();
-  const auto at = [](const float* scale, int64_t i) { return scale ? scale[i] : 1.f; };
+  const auto at = [](const float* scale, int64_t i) { return scale ? scale[i] : 1.0; };  // no product overflows double
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
-    const float row_factor = factor * at(scales.all, 0) * at(scales.row, r) * at(scales.row2, r);
+    const double row_factor = factor * at(scales.all, 0) * at(scales.row, r) * at(scales.row2, r);
     for (int c = threadIdx.x; c < cols; c += kThreads)
-      to[r * cols + c] = from[r * padded + c] * row_factor * at(scales.column, c);
+      to[r * cols + c] = static_cast<float>(from[r * padded + c] * (row_factor * at(scales.column, c)));
   }
 }
 
 // ---- Launchers --------------------------------------------------------------------------------------------
 
-// Launches a kernel that may be set up while the one before it in the stream ends, where the GPU can do that.
+// Launches a kernel that may be set up while the one before it in the stream ends, where it is compiled to wait for it.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, Arguments... arguments) {
-  int device, major;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaFuncAttributes compiled;  // for an older GPU's PTX the kernel has no wait, whatever GPU it runs on
+  const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = block, config.stream = stream;
-  config.attrs = &overlap, config.numAttrs = major >= 9;
+  config.attrs = &overlap, config.numAttrs = compiled.ptxVersion >= 90;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -844,10 +846,10 @@ CPP_SOURCE = (
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -1001,8 +1003,10 @@ void gemm_over_batch(int parts, int64_t rows, int64_t cols, int64_t k, const __h
   };
   for (int part = 0; part < parts - 1; ++part) gemm_part(part, 0, k, 1.f);
   const int64_t step = piece(k, longest_piece(parts, true));
-  for (int64_t begin = 0; begin < k; begin += step)
-    gemm_part(parts - 1, begin, std::min(step, k - begin), correction(std::min(step, k - begin)));
+  for (int64_t begin = 0, count; begin < k; begin += count) {
+    count = std::min(step, k - begin);
+    gemm_part(parts - 1, begin, count, correction(count));
+  }
 }
 
 // ---- Forms --------------------------------------------------------------------------------------------
@@ -1056,8 +1060,9 @@ int64_t slice_rows(int parts, int64_t batch, int64_t widest) {
   return std::min(batch, std::max<int64_t>(rows, 128));
 }
 
-// What the gradients need of the forward: h (batch, padded hidden), y + b2 (batch, padded output), `slope` (batch),
-// which only the split form makes and needs.
+// What the gradients need of the forward: h (batch, padded hidden), y + b2 (batch, padded output), `slope` (batch). The
+// plain form bounds every slope by the sigmoid's largest: should the precision be another by then, its gradients may be
+// made by the split form.
 struct Kept {
   Tensor h, y, slope;
 };
@@ -1117,7 +1122,7 @@ void plain_form(const Tensor& x, const Tensor& weight1, const Tensor& bias1, con
   weight.bias = bias2.const_data_ptr<float>(), weight.rows = output, weight.padded_rows = pad(output);
   CHECK_LAUNCH(bias_logsumexp(0, batch, floats(logits), 1.f, kept != nullptr, {}, nullptr, nullptr, weight, floats(out),
                               stream));
-  if (kept) *kept = {product, logits, at::zeros({batch}, x.options())};
+  if (kept) *kept = {product, logits, at::full({batch}, 0.25, x.options())};
 }
 
 struct Gradients {
@@ -1129,7 +1134,7 @@ struct Needs {
   bool x, first, second;
 };
 
-// A weight's transpose, split; and the scale and doubt of its rows, (2, padded cols).
+// A transposed weight, split; and the scale and doubt of its rows, (2, padded count).
 std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaStream_t stream) {
   const int64_t count = rows.size(0), cols = rows.size(1), count8 = pad(count), cols8 = pad(cols);
   const auto operand = empty({count8, parts * cols8}, rows, at::kHalf), facts = empty({2, count8}, rows);
@@ -1157,7 +1162,8 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const float *w2_scale = need_dz ? floats(w2_facts) : nullptr, *slope = kept.slope.const_data_ptr<float>();
   const auto scales = empty({input8 + 1}, x);
   const float *x_scale = floats(scales), *grad_scale = x_scale + input8;
-  CHECK_LAUNCH(gradient_scales({grad.const_data_ptr<float>(), slope}, rows_at(x, 0, batch), floats(scales), stream));
+  if (needs.first || needs.second)
+    CHECK_LAUNCH(gradient_scales({grad.const_data_ptr<float>(), slope}, rows_at(x, 0, batch), floats(scales), stream));
 
   const int64_t longest = longest_piece(parts, true), step1 = piece(hidden8, longest), step2 = piece(output8, longest);
   const int64_t slice = slice_rows(parts, batch, std::max({input8, hidden8, output8}));
@@ -1206,7 +1212,7 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   }
   if (needs.second) {
     d.weight2 = empty({output, hidden}, x), d.bias2 = total(sums2, output);
-    CHECK_LAUNCH(unscale(floats(dw2), output, hidden, hidden8, 0x1p-14f, {grad_scale, nullptr, nullptr, nullptr},
+    CHECK_LAUNCH(unscale(floats(dw2), output, hidden, hidden8, 1.f / kUpP, {grad_scale, nullptr, nullptr, nullptr},
                          floats(d.weight2), stream));
   }
   return d;
@@ -1256,8 +1262,12 @@ void check(const Tensor& t, const char* name, const Tensor& x, std::initializer_
               " must be float32 on the GPU of x (", x.device(), "), but it is ", t.scalar_type(), " on ", t.device());
   TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes), name, " must be of shape ", at::IntArrayRef(sizes),
               ", but it is of ", t.sizes());
-  TORCH_CHECK(t.numel() > 0 && *std::max_element(t.sizes().begin() + (t.dim() > 1), t.sizes().end()) < INT_MAX - 4096,
-              name, " must not be empty, nor wider than an int holds, but it is of shape ", t.sizes());
+  TORCH_CHECK(t.numel() > 0, name, " must not be empty, but it is of shape ", t.sizes());
+}
+
+void check_widths(int64_t input, int64_t hidden, int64_t output) {
+  TORCH_CHECK(std::max({input, hidden, output}) < INT_MAX - 4096, "input, hidden and output must be below ",
+              INT_MAX - 4096, ", but they are ", input, ", ", hidden, " and ", output);
 }
 
 // Rows that are contiguous in memory, however far apart.
@@ -1272,6 +1282,7 @@ std::pair<Tensor, Kept> run(const Tensor& x, const Tensor& weight1, const Tensor
   check(bias1, "bias1", x, {bias1.size(0)});
   check(weight2, "weight2", x, {bias2.size(0), bias1.size(0)});
   check(bias2, "bias2", x, {bias2.size(0)});
+  check_widths(x.size(1), bias1.size(0), bias2.size(0));
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
   const auto out = empty({x.size(0)}, x);
@@ -1312,6 +1323,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& grad,
   check(h, "h", x, {batch, pad(hidden)});
   check(y, "y", x, {batch, pad(output)});
   check(slope, "slope", x, {batch});
+  check_widths(x.size(1), hidden, output);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
   const Kept kept{h.contiguous(), y.contiguous(), slope.contiguous()};
@@ -1661,7 +1673,8 @@ def _gradients(grad, x, weight1, bias1, weight2, bias2):
 class _Fused(torch.autograd.Function):
     """The fused operator with its gradients: -> out (batch), and what these need of it: h, y, slope.
 
-    Forward and backward each read PyTorch's precision switch when they run, as its own products do.
+    Forward and backward each read PyTorch's precision switch when they run, as its own products do (torch.compile: when
+    they are traced).
     """
 
     @staticmethod

@@ -359,6 +359,21 @@ def test_deterministic_mode_without_a_workspace_setting(sizes, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize(("there", "back"), [("high", "highest"), ("highest", "high")])
+def test_precision_that_changes_before_the_backward(precision, there, back):
+    """At this size one precision takes the plain form and the other the split form."""
+    reference, new, x = set_up((512, 2048, 4096, 1024), requires_grad=True)
+
+    def gradients_of(module):
+        precision(there)
+        out = module(x)
+        precision(back)
+        return torch.autograd.grad(out.sum(), [x, *module.parameters()])
+
+    for ours, theirs in zip(gradients_of(new), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2 * theirs.abs().max().item())
+
+
 @either_form
 def test_memory_stays_flat_without_backward(sizes):
     _, new, x = set_up(sizes, requires_grad=True)
