@@ -36,13 +36,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import check  # before torch: it silences what PyTorch says when it is imported
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
-
-import check
 
 ROOT = Path(__file__).resolve().parent
 SECOND = ROOT / "gemm_divide_sum_scaling"
@@ -55,6 +56,7 @@ STRAY = 1.5  # a solution may use this many times the share of the tolerance tha
 HIDDEN = 0.1  # ms, and share of the time between events, by which work may outlast the end event more than eager's
 SWEEP = [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384, 32768, 65536]  # --all, up to four times the problem's own batch
 CPU_BATCH = 64  # without a GPU: small enough for two cores
+CPU_CALLS, CPU_SECONDS = 5, 0.1  # on the CPU a round times a contender so often, or as often as fits in so long
 BUILDS = 3  # cold builds of each kind
 TURN, TURNS = 5, 10  # --gpus: steps in a turn, turns of each contender on each number of GPUs
 STARTED = time.perf_counter()
@@ -74,10 +76,13 @@ def say(text):
 
 
 class Problem:
-    """A folder with a ``reference.py`` in KernelBench's form."""
+    """A folder with a ``reference.py`` in KernelBench's form.
 
-    def __init__(self, folder):
-        self.folder = Path(folder).resolve()
+    ``same_seed``: the solutions get no ``state_dict``, building them from the same seed makes their parameters alike.
+    """
+
+    def __init__(self, folder, same_seed=False):
+        self.folder, self.same_seed = Path(folder).resolve(), same_seed
         self.name = "gemm_sigmoid_logsumexp" if self.folder == ROOT else self.folder.name
         path = self.folder / "reference.py"
         if not path.is_file():
@@ -99,7 +104,8 @@ class Problem:
             torch.manual_seed(0)
             with torch.device(device):
                 made[name] = cls(*self.reference.get_init_inputs()).to(device, dtype)
-            made[name].load_state_dict(made["eager"].state_dict())
+            if not self.same_seed:
+                made[name].load_state_dict(made["eager"].state_dict())
         return made
 
 
@@ -152,6 +158,7 @@ def verify(problem, path, oracle, device, batch, precision):
     command = [sys.executable, check.__file__, problem.folder, "--solution", path, "--device", device]
     command += ["--batch-size", batch, "--precision", precision, "--trials", 1]
     command += ["--oracle", oracle] if oracle else []
+    command += ["--same-seed"] if problem.same_seed else []
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode == 0:
         return None
@@ -208,12 +215,13 @@ def speedup(baseline, times):
 def cuda_clock():
     """``clock(step) -> (what it returned, ms between CUDA events, ms of wall time)`` on the current GPU.
 
-    The L2 cache is flushed before, by writing four times its size, and the step is issued meanwhile: the events time
-    the GPU, as in a program that keeps it busy, not the host on the way to the first launch. The host waits before and
-    after both, for the whole GPU: wall time, less the flush, covers work left on another stream, which the events miss.
+    The L2 cache is flushed before, by writing 16 times its size, and the step is issued meanwhile: the events time the
+    GPU, as in a program that keeps it busy, not the host on the way to the first launch, which on a slow host takes
+    longer than the GPU takes to write four times its L2 cache. The host waits before and after both, for the whole GPU:
+    wall time, less the flush, covers work left on another stream, which the events miss.
     """
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(16 * l2, dtype=torch.uint8, device="cuda")
     before, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
     def clock(step):
@@ -232,10 +240,16 @@ def cuda_clock():
 
 
 def cpu_clock(step):
-    """``(what it returned, ms of wall time, the same)`` by torch.utils.benchmark, which calls it twice to warm up."""
-    kept = []
+    """``(what it returned last, ms of wall time, the same)`` by torch.utils.benchmark, which warms up with two calls.
+
+    The time is the best of a few: a program that takes one core stops a short step for many times as long as it lasts.
+    """
+    kept, ms, began = [], math.inf, time.perf_counter()
     timer = Timer("kept[:] = [step()]", globals={"kept": kept, "step": step}, num_threads=torch.get_num_threads())
-    ms = timer.timeit(1).mean * 1e3
+    for _ in range(CPU_CALLS):
+        ms = min(ms, timer.timeit(1).mean * 1e3)
+        if time.perf_counter() - began > CPU_SECONDS:
+            break
     return kept[0], ms, ms
 
 
@@ -307,30 +321,28 @@ def race(steps, buffers, refill, clock, rounds):
     return seen
 
 
-def measure_ceilings(kinds, device):
-    """What the hardware allows: ``{kind: TFLOP/s of a large product, "copy": GB/s read and written}``.
+def measure_ceilings(kinds):
+    """What the GPU allows: ``{kind: TFLOP/s of a large product, "copy": GB/s read and written}``.
 
     The kinds are "float32", "tf32", "float16", "bfloat16" (these two accumulate in float32) and "float64".
     """
-    clock = cuda_clock() if device == "cuda" else cpu_clock
-    n = 8192 if device == "cuda" else 1024
-    found = {}
+    clock, n, found = cuda_clock(), 8192, {}
     for kind in sorted(kinds):
         with float32_precision("high" if kind == "tf32" else "highest"):
             dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-            a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+            a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
             ms = statistics.median(clock(lambda a=a, b=b: a @ b)[1] for _ in range(15))
             found[kind] = 2 * n**3 / ms / 1e9
-    source = torch.randn(n * n * 4, device=device)  # 1 GiB on a GPU
+    source = torch.randn(n * n * 4, device="cuda")  # 1 GiB
     target = torch.empty_like(source)
     ms = statistics.median(clock(lambda: target.copy_(source))[1] for _ in range(15))
     found["copy"] = 2 * source.nbytes / ms / 1e6
     return found
 
 
-def gemm_kind(contender, precision, dtype, device):
+def gemm_kind(contender, precision, dtype):
     """The kind of product that bounds a contender: the solutions use float16 tensor cores for float32."""
-    if dtype != "float32" or device == "cpu":
+    if dtype != "float32":
         return dtype
     if contender not in ("eager", "compile"):
         return "float16"
@@ -354,19 +366,19 @@ def peak_extra_mib(model, step, inputs):
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def make_row(setting, name, seen, counts, ceilings, device):
+def make_row(setting, name, seen, counts, ceilings):
     """One contender's row of the report; ``counts`` holds ``flops`` as written in the reference and ``least_bytes``."""
     times = seen.ms[name]
     ms = statistics.median(times)
     p20, _, _, p80 = statistics.quantiles(times, n=5)
     ratio, low, high = speedup(seen.ms["eager"], times)
-    kind = gemm_kind(name, setting["precision"], setting["dtype"], device)
+    kind = gemm_kind(name, setting["precision"], setting["dtype"]) if ceilings else None
     tflops, gb_per_s = counts["flops"] / ms / 1e9, counts["least_bytes"] / ms / 1e6
     row = {**setting, "contender": name, "rounds": len(times)}
     row |= {"ms_median": ms, "ms_p20": p20, "ms_p80": p80, "ms_wall": statistics.median(seen.wall[name])}
     row |= {"speedup_vs_eager": ratio, "speedup_low": low, "speedup_high": high}
-    row |= {"tflops": tflops, "gemm_kind": kind, "ceiling_share": tflops / ceilings[kind]}
-    row |= {"gb_per_s": gb_per_s, "copy_share": gb_per_s / ceilings["copy"]}
+    row |= {"tflops": tflops, "gemm_kind": kind, "ceiling_share": tflops / ceilings[kind] if kind else None}
+    row |= {"gb_per_s": gb_per_s, "copy_share": gb_per_s / ceilings["copy"] if kind else None}
     if seen.readings:
         clocks, watts, bits = zip(*seen.readings, strict=True)
         throttled = [text for bit, text in THROTTLE.items() if any(bit & b for b in bits)]
@@ -380,6 +392,7 @@ def measure(problem, solutions, setting, device, ceilings):
     ``setting`` holds ``problem``, ``precision``, ``dtype``, ``batch``, ``mode`` and ``sweep``. In a sweep the race is
     shorter, and torch.compile, which takes longer to compile than all the rest, stays out. A contender that raises,
     that is wrong before the race or during it, or whose work outlasts its end event, is refused with the reason.
+    ``ceilings`` is what ``measure_ceilings`` found, and empty on the CPU.
     """
     training, dtype = setting["mode"] == "training", getattr(torch, setting["dtype"])
 
@@ -449,7 +462,7 @@ def measure(problem, solutions, setting, device, ceilings):
     lag = {name: statistics.median(map(float.__sub__, seen.wall[name], seen.ms[name])) for name in steps}
     rows = []
     for name in list(steps):
-        row = make_row(setting, name, seen, counts, ceilings, device)
+        row = make_row(setting, name, seen, counts, ceilings)
         row |= {**found[name], "peak_extra_mib": memory[name]}
         share, limit = row["max_tolerance_share"], allowed(name, found["eager"]["max_tolerance_share"])
         if not share <= limit:
@@ -603,9 +616,21 @@ def measure_build(problem, path):
         raise Unusable('--build needs a GPU or TORCH_CUDA_ARCH_LIST, has neither here; set it, to "9.0" for instance')
     import ninja  # not on PATH where the virtual environment is not activated
 
-    seconds = {"empty": [], path.stem: []}
+    import model_new
+
+    try:
+        nvcc = Path(model_new._find_nvcc())
+    except RuntimeError as reason:
+        raise Unusable(str(reason)) from None
+    # PyTorch looks for a CUDA toolkit only, our solutions also for the pip packages: their compiler and their headers.
+    folders = [Path(folder) for folder in model_new._pip_folders()]
+    headers = [path for pattern in ("*/include", "*/include/cccl") for f in folders for path in f.glob(pattern)]
+    headers = filter(None, [*map(str, headers), os.environ.get("CPLUS_INCLUDE_PATH")])
+    toolkit = {"CUDA_HOME": str(nvcc.parent.parent), "CPLUS_INCLUDE_PATH": os.pathsep.join(headers)}
+    builds = {"empty": ([EMPTY_BUILD], toolkit), path.stem: ([SOLUTION_BUILD, ROOT, path], {})}
+    seconds = {name: [] for name in builds}
     for turn in range(BUILDS):
-        for name, arguments in {"empty": [EMPTY_BUILD], path.stem: [SOLUTION_BUILD, ROOT, path]}.items():
+        for name, (arguments, needed) in builds.items():
             say(f"build {turn + 1} of {BUILDS}: {name}")
             with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as links:
                 # PyTorch links with -lcudart, which a toolkit from PyPI cannot serve, and has it loaded already.
@@ -613,7 +638,7 @@ def measure_build(problem, path):
                 places = {"TORCH_EXTENSIONS_DIR": cache, "PATH": f"{ninja.BIN_DIR}{os.pathsep}{os.environ['PATH']}"}
                 places |= {"LIBRARY_PATH": f"{links}{os.pathsep}{os.environ.get('LIBRARY_PATH', '')}"}
                 command = [sys.executable, "-c", *map(str, arguments)]
-                done = subprocess.run(command, capture_output=True, text=True, env=os.environ | places)
+                done = subprocess.run(command, capture_output=True, text=True, env=os.environ | needed | places)
             if done.returncode:
                 print(done.stderr, file=sys.stderr)
                 raise Unusable(
@@ -657,9 +682,9 @@ COLUMNS = {
     "max error": lambda row: shown(row["max_error"], "{:.1e}"),
     "of tolerance": lambda row: shown(row["max_tolerance_share"]),
     "TFLOP/s": lambda row: shown(row["tflops"], "{:.4g}"),
-    "of the ceiling": lambda row: f"{row['ceiling_share']:.0%} {row['gemm_kind']}",
+    "of the ceiling": lambda row: shown(row["ceiling_share"], f"{{:.0%}} {row['gemm_kind']}"),
     "GB/s": lambda row: shown(row["gb_per_s"], "{:.0f}"),
-    "of a copy": lambda row: f"{row['copy_share']:.0%}",
+    "of a copy": lambda row: shown(row["copy_share"], "{:.0%}"),
     "extra MiB": lambda row: shown(row["peak_extra_mib"], "{:.0f}"),
 }
 THROUGHPUT_COLUMNS = {
@@ -676,10 +701,11 @@ THROUGHPUT_COLUMNS = {
 
 
 def print_table(columns, rows):
-    """An aligned table for people: ``{title: row -> text}`` of ``rows``."""
-    cells = [list(columns), *([form(row) for form in columns.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for first, *others in cells:
+    """An aligned table for people: ``{title: row -> text}`` of ``rows``, without the columns that nothing is in."""
+    columns = [[title, *map(form, rows)] for title, form in columns.items()]
+    columns = [column for column in columns if set(column[1:]) != {shown(None)}]
+    widths = [max(map(len, column)) for column in columns]
+    for first, *others in zip(*columns, strict=True):
         print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
     print(flush=True)
 
@@ -815,6 +841,8 @@ def heading(report):
 
 def ceilings_line(ceilings):
     """One sentence about what the shares in the tables are shares of."""
+    if not ceilings:
+        return "On a CPU no ceiling is measured."
     products = [f"{kind} {rate:.4g} TFLOP/s" for kind, rate in ceilings.items() if kind != "copy"]
     return (
         f"Ceilings in this run: a large product in {', in '.join(products)}, a large copy {ceilings['copy']:.4g} GB/s."
@@ -837,17 +865,24 @@ README_TITLES = ["contender", "ms", "speed-up", "95 % interval", "rms error", "o
 README_TITLES += ["TFLOP/s", "of the ceiling", "extra MiB"]
 
 
+def is_telling(row):
+    """Whether README.md shows the row: inference, the first problem's training, its inference by torch.compile."""
+    first, training = row["problem"] == "gemm_sigmoid_logsumexp", row["mode"] == "training"
+    if row["contender"] == "compile":
+        return first and not training
+    return first or not training
+
+
 def sweep_lines(rows):
-    """Speed-up over eager by batch size, a line for each, a column for each solution and precision, as markdown."""
-    series = list(dict.fromkeys((row["problem"], row["contender"], row["precision"]) for row in rows))
-    ratio = {(r["problem"], r["contender"], r["precision"], r["batch"]): r["speedup_vs_eager"] for r in rows}
-    columns = {"batch": str} | {
-        f'{problem}, {name}, "{precision}"': lambda batch, key=(problem, name, precision): shown(
-            ratio.get((*key, batch)), "{:.2f}"
-        )
-        for problem, name, precision in series
-    }
-    return markdown_table(columns, sorted({row["batch"] for row in rows}))
+    """Speed-up over eager, a line for each solution and precision, a column for each batch size, as markdown."""
+    names = ("problem", "contender", "precision")
+    series = {}  # (problem, contender, precision) -> {batch: speed-up}
+    for row in rows:
+        series.setdefault(tuple(row[name] for name in names), {})[row["batch"]] = row["speedup_vs_eager"]
+    columns = {name: lambda line, i=i: line[0][i] for i, name in enumerate(names)}
+    for batch in sorted({row["batch"] for row in rows}):
+        columns[str(batch)] = lambda line, batch=batch: shown(line[1].get(batch), "{:.2f}")
+    return markdown_table(columns, series.items())
 
 
 def readme_block(folder):
@@ -857,13 +892,15 @@ def readme_block(folder):
         report = json.loads(path.read_text())
         if "source_sha256" not in report:  # another program's
             continue
-        lines += [f"**{heading(report)}** ([{path.name}](results/{path.name}))", ""]
+        lines += [f"**{heading(report)}** (all of it: [{path.name}](results/{path.name}))", ""]
         main = [row for row in report["rows"] if not row["sweep"]]
         if main:
             lines += [LEGEND, ceilings_line(report["ceilings"]), ""]
-            lines += [*markdown_table(SETTING_COLUMNS | {t: COLUMNS[t] for t in README_TITLES}, main), ""]
+            columns = SETTING_COLUMNS | {title: COLUMNS[title] for title in README_TITLES}
+            lines += [*markdown_table(columns, filter(is_telling, main)), ""]
         if len(main) < len(report["rows"]):
-            lines += ["Speed-up over eager, inference:", "", *sweep_lines(solutions_by_batch(report["rows"])), ""]
+            lines += ["Speed-up over eager, inference, by batch size:", ""]
+            lines += [*sweep_lines(solutions_by_batch(report["rows"])), ""]
         if report["throughput"]:
             lines += [*markdown_table(THROUGHPUT_COLUMNS, report["throughput"]), ""]
         for build in report["builds"]:
@@ -918,6 +955,7 @@ def parse(arguments):
         action="extend",
         help="what to time instead of PROBLEM_DIR's model_new.py",
     )
+    add("--same-seed", action="store_true", help="build all from one seed, copy no state_dict (inference only)")
     add("--oracle", choices=["float64"], help="check.py judges by the reference in float64, not in float32")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--batch-size", type=positive, metavar="N", help=f"default: the problem's own; on the CPU {CPU_BATCH}")
@@ -933,7 +971,10 @@ def parse(arguments):
     add("--readme", action="store_true", help="rewrite README.md's table and the pictures from results/*.json")
     add("--json", type=Path, metavar="FILE", help="write the results there, after every race")
     add("--plot", type=Path, metavar="FILE.png", help="draw the results there (needs matplotlib)")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.same_seed and (args.training or args.all or args.gpus):
+        parser.error("--same-seed goes with inference only: gradients of another layout cannot be compared")
+    return args
 
 
 def planned(args):
@@ -944,7 +985,7 @@ def planned(args):
             # The collapsed form is more exact than the float32 reference, so that cannot be its judge.
             (Problem(SECOND), {SECOND / "model_new.py": None, SECOND / "model_collapsed.py": "float64"}),
         ]
-    problem = Problem(args.problem_dir)
+    problem = Problem(args.problem_dir, args.same_seed)
     return [(problem, dict.fromkeys(args.solution or [problem.folder / "model_new.py"], args.oracle))]
 
 
@@ -960,7 +1001,7 @@ def accepted_solutions(plan, precisions, device, batch, report):
         for path, oracle in paths.items()
         for precision in precisions
     ]
-    say(f"check.py looks at the solutions, {len(tasks)} times")
+    say("check.py looks at the solutions")
     with ThreadPoolExecutor(3) as pool:  # three at a time: a good part of a check is Python starting and compiling
         reasons = list(pool.map(verify, *zip(*tasks, strict=True)))
     accepted = {(problem.name, precision): {} for problem, _ in plan for precision in precisions}
@@ -1048,8 +1089,9 @@ def run(args):
                 print_refused(refused)
                 save(report, args.json)
     else:
-        kinds = {gemm_kind(name, p, args.dtype, device) for name in ("eager", "solution") for p in precisions}
-        report["ceilings"] = measure_ceilings(kinds, device)
+        if device == "cuda":
+            kinds = {gemm_kind(name, p, args.dtype) for name in ("eager", "solution") for p in precisions}
+            report["ceilings"] = measure_ceilings(kinds)
         print(f"{ceilings_line(report['ceilings'])}\n")
         for problem, setting in planned_races(args, plan, precisions, device):
             paths = accepted[problem.name, setting["precision"]]

@@ -1,6 +1,9 @@
 """Is a solution right? Compares it with its problem's reference, on inputs that tell right answers from wrong ones.
 
-    python check.py [PROBLEM_DIR] [--solution FILE]        exit code 0: right, 1: wrong, 2: could not run
+    python check.py [PROBLEM_DIR] [--solution FILE]
+
+Exit code: 0, right; 1, wrong, as is a solution that raises, hangs or ends its process; 2, could not run, as without the
+GPU that was asked for, or with a file, reference or solution, that raises when it is loaded or lacks its class.
 
 PROBLEM_DIR holds `reference.py` (`Model`, `get_inputs`, `get_init_inputs`: KernelBench's form) and `model_new.py`
 (`ModelNew`). The solution runs in a process of its own, which gets parameters and inputs and gives back outputs and
@@ -16,10 +19,11 @@ import importlib.util
 import io
 import itertools
 import json
+import logging
 import math
 import os
-import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -27,11 +31,16 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+# PyTorch complains of numpy, which nothing here needs, when it is imported, and of a CUDA compiler without a GPU.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
+
+import torch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 CPU_ROWS = 64  # the default size on a CPU: enough rows to tell TF32 from float32, few enough for seconds
@@ -49,6 +58,13 @@ class CouldNotRun(Exception):
 
 class SolutionFailed(Exception):
     """The solution's process died or gave no answer; the message says how."""
+
+
+def one_line(error, path=None):
+    """What ``error`` says in one line, with the last line of the file at ``path`` that it came through, if any."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f" (line {lines[-1]} of {Path(path).name})" if lines else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:600].rstrip('.')}{where}"
 
 
 # ---- Problems and their inputs --------------------------------------------------------------------------------------
@@ -214,10 +230,10 @@ def largest(values):
     return values.max().item() if values.numel() else 0.0
 
 
-def finite_errors(candidate, exact):
-    """(rms, largest) of ``candidate - exact`` over the elements that are finite in both."""
-    error = (candidate.double() - exact.double()).abs()
-    error = error[error.isfinite()]
+def errors(candidate, target, where):
+    """(rms, largest) of ``candidate - target`` over the elements ``where`` an answer is known and finite."""
+    error = (candidate.double() - target.double()).abs()[(where & target.isfinite()).expand_as(candidate)]
+    error = error.nan_to_num(nan=math.inf, posinf=math.inf)  # no answer is as wrong as an answer can be
     return error.square().mean().sqrt().item() if error.numel() else 0.0, largest(error)
 
 
@@ -233,7 +249,7 @@ class Truth:
         self.expected, self.exact, self.judged_by = expected, exact, judged_by
         self.atol, self.rtol = atol, rtol
         classes = [torch.stack([t.isnan(), t == math.inf, t == -math.inf]) for t in (expected, exact)]
-        self.undefined = (classes[0] != classes[1]).any(0)
+        self.defined = (classes[0] == classes[1]).all(0)
         self.limit = 1.0
         if judged_by == "float64":
             self.limit = max(1.0, REFERENCE_SLACK * largest(self.shares(expected)))
@@ -246,13 +262,17 @@ class Truth:
 
     def strict_shares(self, candidate):
         shares = tolerance_shares(candidate, self.expected, self.atol, self.rtol)
-        return shares if self.judged_by == "reference" else shares.masked_fill(self.undefined, 0)
+        return shares if self.judged_by == "reference" else shares.masked_fill(~self.defined, 0)
 
     def float64_shares(self, candidate):
-        return tolerance_shares(candidate, self.exact, self.atol, self.rtol).masked_fill(self.undefined, 0)
+        return tolerance_shares(candidate, self.exact, self.atol, self.rtol).masked_fill(~self.defined, 0)
 
     def accepts(self, candidate):
         return largest(self.shares(candidate)) <= self.limit
+
+    def errors(self, candidate):
+        """(rms, largest) error of ``candidate`` against float64."""
+        return errors(candidate, self.exact, self.defined)
 
 
 def wrong_answers(model, inputs, expected):
@@ -311,27 +331,30 @@ ACCURACY = (
     "less exact than float32, more than TF32",
     "behaves like TF32",
     "like float16/bfloat16",
+    "less exact than bfloat16",
     "wrong",
 )  # from best to worst
 
 
-def accuracy_in_words(error, reference_error, model, inputs, exact):
+def accuracy_in_words(error, model, inputs, truth):
     """One of ``ACCURACY`` for an rms ``error``: beside the reference's own, and what it makes of other precisions."""
+    if math.isinf(error):  # NaN or an infinity where a number is wanted
+        return ACCURACY[-1]
 
     def bounds():  # lazily: the less exact evaluations are of interest for few solutions
-        rms = lambda output: finite_errors(output, exact)[0]
-        yield reference_error / 2 or -1.0  # nothing is more exact than exact
+        rms = lambda output: truth.errors(output)[0]
+        yield rms(truth.expected) / 2 or -1.0  # nothing is more exact than exact
         with cuda_matmul_precision("ieee"):
             float32 = rms(evaluate(model, inputs))
         # What lies within three units in the last place of the output is float32 too, however lucky the reference was.
-        float32 = max(2 * float32, 3 * 2**-23 * rms(torch.zeros_like(exact)))
+        float32 = max(2 * float32, 3 * 2**-23 * rms(torch.zeros_like(truth.exact)))
         yield float32
         tf32, bfloat16 = rms(evaluate_in_tf32(model, inputs)), rms(evaluate(model, inputs, torch.bfloat16))
         if tf32 < float32:  # no matrix products, so the switch changes nothing: TF32 has 3 bits more than bfloat16
             tf32 = bfloat16 / 8
         yield from (tf32 / 2, 2 * tf32, 2 * bfloat16, math.inf)
 
-    return next(words for words, bound in zip(ACCURACY, bounds(), strict=True) if error <= bound)
+    return next(words for words, bound in zip(ACCURACY[:-1], bounds(), strict=True) if error <= bound)
 
 
 # ---- The solution's process: what runs beside the solution, and knows no expected value ------------------------------
@@ -349,10 +372,10 @@ def send(stream, message):
 def receive(stream, weights_only):
     """What ``send`` wrote; with ``weights_only`` no code of the sender's runs. Raises EOFError at the stream's end."""
     length = int.from_bytes(stream.read(8), "little")
-    buffer = bytearray(length)
-    if not length or stream.readinto(buffer) < length:
+    message = stream.read(length)
+    if not length or len(message) < length:
         raise EOFError
-    return torch.load(io.BytesIO(buffer), weights_only=weights_only)
+    return torch.load(io.BytesIO(message), weights_only=weights_only)
 
 
 def same_bits(a, b):
@@ -421,12 +444,12 @@ class Stage:
         self.settings, self.functions = settings(), public_functions()
 
     def answer(self, request):
-        """What the parent asks for, in this order: load, build, state, scale, and as many calls as it says."""
+        """What the parent asks for, in this order: load, build, state, scale, inputs, and as many calls as it says."""
         reply, faults = {}, []
         generators = generator_states()
         try:
             if "load" in request:
-                self.module = load_module(request["load"])
+                reply |= self.load(request["load"])
             if "build" in request:
                 torch.manual_seed(request["seed"])
                 self.model = self.module.ModelNew(*request["build"]).to(self.device)
@@ -442,13 +465,23 @@ class Stage:
             if outputs and None not in outputs:
                 reply["outputs"] = outputs
         except BaseException as error:  # SystemExit and KeyboardInterrupt are a solution's errors too
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            text = " ".join(str(error).split())[:600]
-            reply["error"] = f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
+            reply["error"] = one_line(error, self.path)
         if "build" not in request and generator_states() != generators:
             faults.append("It changed the state of a global random number generator.")
         faults += self.changed_globals()
         return {"faults": list(dict.fromkeys(faults)), **reply}
+
+    def load(self, path):
+        """Load the solution's file. {"unusable": why} where it raises or holds no ModelNew: then there is no solution.
+
+        SystemExit comes through: ending the process is something that a solution does.
+        """
+        self.path = str(Path(path).resolve())
+        try:
+            self.module = load_module(path)
+        except Exception as error:
+            return {"unusable": f"cannot be loaded: {one_line(error, self.path)}"}
+        return {} if hasattr(self.module, "ModelNew") else {"unusable": "must define a class ModelNew, and does not"}
 
     @torch.no_grad()
     def scale_parameters(self, how, factor):
@@ -600,7 +633,7 @@ class Solution:
         try:
             send(self.stream, request)
             return receive(self.stream, weights_only=True)
-        except (EOFError, OSError, RuntimeError, MemoryError, pickle.UnpicklingError) as error:
+        except Exception as error:  # what comes from there may be anything
             if time.monotonic() - started >= self.timeout:
                 raise SolutionFailed(f"it gave no answer within {self.timeout:g} s (--timeout)") from None
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -634,25 +667,27 @@ class Check:
         self.last = None  # (expected, output) of the case before
 
     def run(self, solution):
-        """All the cases. Raises SolutionFailed when the solution's process dies, CouldNotRun as the reference fails."""
+        """All the cases. Raises SolutionFailed when the solution's process dies, CouldNotRun when there is no case."""
         self.solution = solution
         options, seed = self.options, self.options.seed
         own, *others = DISTRIBUTIONS
         try:
             draw_model(self.problem, own, seed)
-            init_inputs = self.problem.get_init_inputs()
+            self.anew = {"build": self.problem.get_init_inputs(), "seed": seed}
         except Exception as error:
             raise CouldNotRun(f"The reference cannot be built: {one_line(error)}") from error
-        if not self.tell(load=str(options.solution), build=init_inputs, seed=seed):
+        if not (self.tell(load=str(options.solution)) and self.tell(**self.anew)):
             return
         for trial in range(options.trials):
             judged_by = "float64" if options.oracle else "reference"
             if not self.distribution(own, f"own, trial {trial + 1}", seed + trial, judged_by, accuracy=trial == 0):
                 return
         for distribution in others:
-            self.distribution(distribution, distribution.name, seed, accuracy=True)
-            if distribution.name == "scaled":
-                self.sizes_and_conduct(distribution)
+            scaled = distribution.name == "scaled"  # tells rows and parameters apart
+            if scaled and self.carry(distribution):
+                self.sizes(distribution)
+            if self.distribution(distribution, distribution.name, seed, accuracy=True) and scaled:
+                self.changes()
         self.odd_features(others[-1])
 
     def use(self, model):
@@ -662,29 +697,39 @@ class Check:
     def tell(self, **request):
         """Ask for something other than a call. False, and a fault, where the solution raised."""
         reply = self.solution.ask(**request)
+        if "unusable" in reply:
+            raise CouldNotRun(f"{self.options.solution} {reply['unusable']}")
         self.faults += reply["faults"]
         if "error" not in reply:
             return True
-        advice = "" if "load" in request else " (with --same-seed, a solution with a layout of its own needs no copy)"
-        self.faults.append(f"It could not {' and '.join(k for k in request if k != 'seed')}: {reply['error']}{advice}")
+        did = {"load": "loaded", "build": "built", "state": "given the reference's parameters"}[next(iter(request))]
+        advice = "; with --same-seed, a solution with a layout of its own needs no copy" if "state" in request else ""
+        self.faults.append(f"When it was {did}, it raised {reply['error']}{advice}.")
         return False
 
     def distribution(self, distribution, name, seed, judged_by="float64", accuracy=False):
-        """A case under ``distribution``, whose parameters go to the solution first. False when it did not take them."""
-        if self.carried is None or self.carried.parameters is not distribution.parameters:
-            parameters = DISTRIBUTIONS[0] if self.options.same_seed else distribution
-            self.use(draw_model(self.problem, parameters, self.options.seed, self.device))
-            if not self.options.same_seed and not self.tell(state=cpu_state(self.model)):
-                return False
-            self.carried = distribution
+        """A case under ``distribution``. False when the solution did not take its parameters."""
+        if not self.carry(distribution):
+            return False
         self.case(name, draw(self.problem, distribution, seed, self.rows, self.device), judged_by, accuracy)
         return True
 
-    def sizes_and_conduct(self, distribution):
-        """Odd row counts, special values, many calls, and what a result kept from an earlier call would get wrong.
+    def carry(self, distribution):
+        """Give reference and solution the parameters of ``distribution``. False when the solution did not take them."""
+        if self.carried is None or self.carried.parameters is not distribution.parameters:
+            parameters = DISTRIBUTIONS[0] if self.options.same_seed else distribution
+            self.use(draw_model(self.problem, parameters, self.options.seed, self.device))
+            if not self.options.same_seed and not self.tell(**self.state()):
+                return False
+        self.carried = distribution
+        return True
 
-        All under ``distribution``, which must tell the rows and the parameters apart.
-        """
+    def state(self):
+        """The part of a request that gives the solution the reference's parameters."""
+        return {} if self.options.same_seed else {"state": cpu_state(self.model)}
+
+    def sizes(self, distribution):
+        """Odd row counts, many calls, special values."""
         inputs = lambda rows, n=0: draw(self.problem, distribution, self.options.seed + n, rows, self.device)
         for rows in sorted({1, 3, 129, 1025, self.rows - 1} - {0}):
             if rows <= max(self.rows, 129):
@@ -696,10 +741,10 @@ class Check:
             special[first] = with_special_rows(special[first])
             self.case("NaN and infinite rows", special)
 
-        before = inputs(self.rows, 2)
-        self.case("before changes", before)
+    def changes(self):
+        """The case before again, with inputs and then parameters changed: what is kept from it gets these wrong."""
         # The sum and the first element stay: a cache that looks at those only is no better than one that looks at none.
-        turned = each_float(before, lambda x: torch.cat([x[:1], x[1:].flip(0)]) if x.dim() else x)
+        turned = each_float(self.inputs, lambda x: torch.cat([x[:1], x[1:].flip(0)]) if x.dim() else x)
         self.case("same memory, new values", turned, same_storage=True)
         if self.options.same_seed:
             self.notes.append(
@@ -732,8 +777,16 @@ class Check:
             except Exception as error:
                 self.notes.append(f"odd features: left out, the reference raises {one_line(error)}")
                 return
-        request = {} if self.options.same_seed else {"state": cpu_state(self.model)}
-        self.case("odd features", inputs, may_refuse=True, build=init_inputs, seed=seed, **request)
+        self.case("odd features", inputs, may_refuse=True, build=init_inputs, seed=seed, **self.state())
+
+    def truth(self, inputs, judged_by="float64"):
+        exact = evaluate(self.oracle, each_float(inputs, torch.Tensor.double))
+        return Truth(evaluate(self.model, inputs), exact, judged_by, self.options.atol, self.options.rtol)
+
+    def is_right(self, truth, **request):
+        """Whether ``truth`` accepts what the solution answers to one more call."""
+        output = self.solution.ask(calls=1, **request).get("outputs", [None])[0]
+        return output is not None and output.shape == truth.expected.shape and truth.accepts(output.to(self.device))
 
     def case(self, name, inputs=None, judged_by="float64", accuracy=False, may_refuse=False, **request):
         """One case: the reference's and the solution's answer to ``inputs`` (None: those of the case before)."""
@@ -741,9 +794,7 @@ class Check:
             self.inputs = inputs
             request["inputs"] = to_device(inputs, "cpu")
         try:
-            expected = evaluate(self.model, self.inputs)
-            exact = evaluate(self.oracle, each_float(self.inputs, torch.Tensor.double))
-            truth = Truth(expected, exact, judged_by, self.options.atol, self.options.rtol)
+            truth = self.truth(self.inputs, judged_by)
         except Exception as error:
             if not self.cases:
                 why = f"does not run on {self.rows} rows (--batch-size sets that), as it is and in float64"
@@ -756,14 +807,16 @@ class Check:
             return
         record = {"case": name, "rows": row_count(self.inputs), "judged_by": judged_by, "faults": reply["faults"]}
         if "error" in reply:
-            record["faults"].append(f"It raised {reply['error']}")
+            record["faults"].append(f"It raised {reply['error']}.")
         elif "outputs" in reply:
-            self.judge(record, truth, reply["outputs"], accuracy)
+            self.judge(record, truth, reply["outputs"], accuracy, request)
         record["passed"] = not record["faults"]
+        if not self.cases:
+            print_row(heading for heading, _, _ in COLUMNS)
         self.cases.append(record)
         print_case(record)
 
-    def judge(self, record, truth, outputs, accuracy):
+    def judge(self, record, truth, outputs, accuracy, request):
         """Fill ``record`` with what the ``outputs`` (one per call, alike) are worth by ``truth``."""
         expected, exact = truth.expected, truth.exact
         for attribute in ("shape", "dtype"):
@@ -775,11 +828,11 @@ class Check:
         output = torch.stack(outputs).to(self.device) if len(outputs) > 1 else outputs[0].to(self.device)
         shares, strict = truth.shares(output), truth.strict_shares(output)
         wrong = shares > truth.limit
-        reference_rms, reference_max = finite_errors(expected, exact)
-        solution_rms, solution_max = finite_errors(output, exact)
+        reference_rms, reference_max = truth.errors(expected)
+        solution_rms, solution_max = truth.errors(output)
         target = expected if truth.judged_by == "reference" else exact
         record |= {
-            "max_error": finite_errors(output, target)[1],
+            "max_error": errors(output, target, truth.defined)[1],
             "max_share": largest(shares),
             "limit": truth.limit,
             "strict_max_share": largest(strict),
@@ -796,7 +849,7 @@ class Check:
             "lets_through": [n for n, a in self.controls(expected).items() if truth.accepts(a)],
         }
         if accuracy:
-            record["accuracy"] = accuracy_in_words(solution_rms, reference_rms, self.model, self.inputs, exact)
+            record["accuracy"] = accuracy_in_words(solution_rms, self.model, self.inputs, truth)
         if record["wrong"]:
             record["faults"].append(f"{record['wrong']} of {output.numel()} elements are off beyond the tolerance.")
             record["mismatches"] = [
@@ -809,7 +862,7 @@ class Check:
                 }
                 for index in wrong.nonzero()[:5].tolist()
             ]
-            record["faults"] += self.reasons(truth, output, len(outputs))
+            record["faults"] += self.reasons(truth, output, request)
         self.last = expected, output
 
     def controls(self, expected):
@@ -819,29 +872,31 @@ class Check:
             answers["the last answer"] = self.last[0]
         return answers
 
-    def reasons(self, truth, output, calls):
-        """Sentences that say why a wrong ``output`` may be wrong, as far as that can be found out."""
+    def reasons(self, truth, output, request):
+        """Sentences that say why ``output``, the answer to ``request``, may be wrong, if that can be found out."""
         expected = truth.expected
-        if calls > 1:
+        if output.dim() > expected.dim():
             first = (truth.shares(output).flatten(1) > truth.limit).any(1).nonzero()[0].item()
-            yield f"The first wrong one of these {calls} equal calls is number {first + 1}."
-        elif self.last and self.last[1].shape == output.shape and torch.equal(self.last[1], output):
+            yield f"The first wrong one of these {len(output)} equal calls is number {first + 1}."
+            return
+        again = self.last and self.last[1].shape == output.shape and torch.equal(self.last[1], output)
+        if again and "scale" not in request:
             yield "It gave the result of the case before again: results are kept from one call to the next."
-        elif truth.judged_by == "float64" and not torch.equal(output.isnan(), expected.isnan()):
+            return
+        if truth.judged_by == "float64" and not torch.equal(output.isnan(), expected.isnan()):
             count = (output.isnan() != expected.isnan()).sum().item()
             yield f"{count} elements are NaN in one of solution and reference only."
-        if self.device == "cuda" and calls == 1:
-            again = self.solution.ask(calls=1, synchronise=True).get("outputs", [None])[0]
-            if again is not None and again.shape == expected.shape and truth.accepts(again.to(self.device)):
-                yield "It is right only when the GPU is synchronised first: it does not follow the caller's stream."
+        if self.device == "cuda" and self.is_right(truth, synchronise=True):
+            yield "It is right only when the GPU is synchronised first: it does not follow the caller's stream."
+        elif self.cases and self.cases[-1]["passed"] and self.is_right(truth, **self.anew, **self.state()):
+            yield (
+                "It is right when it is built anew with these parameters: "
+                f"it keeps {'a result or ' if again else ''}something derived from its weights, which is stale."
+            )
 
 
 def cpu_state(model):
     return {name: value.cpu() for name, value in model.state_dict().items()}
-
-
-def one_line(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
 def listed(things):
@@ -868,30 +923,32 @@ share: largest share of the tolerance used, against what the case is judged by; 
 rms: error against float64. also accepts: wrong answers that these inputs do not tell from right ones."""
 
 
-def align(text, width):
-    return text.ljust(-width) if width <= 0 else text.rjust(width)
-
-
-def print_heading():
-    print("  ".join(align(heading, width) for heading, width, _ in COLUMNS).rstrip())
+def print_row(cells):
+    aligned = [t.ljust(-w) if w <= 0 else t.rjust(w) for t, (_, w, _) in zip(cells, COLUMNS, strict=True)]
+    print("  ".join(aligned).rstrip(), flush=True)
 
 
 def print_case(record):
-    """The line of a case, and under it, where it failed, why."""
-    cell = lambda text: text(record) if "max_error" in record else "-"
-    cells = [
-        text(record) if heading in ("case", "rows", "judged by", "") else cell(text) for heading, _, text in COLUMNS
-    ]
-    print(
-        "  ".join(align(text, width) for text, (_, width, _) in zip(cells, COLUMNS, strict=True)).rstrip(), flush=True
-    )
-    for fault in record["faults"]:
-        print(f"    {fault}")
-    if record.get("wrong"):
-        print(f"    {who_is_off(record)}")
-    for m in record.get("mismatches", []):
-        values = f"solution {m['solution']:.9g}, reference {m['reference']:.9g}, float64 {m['float64']:.9g}"
-        print(f"    at {tuple(m['index'])}: {values}, {m['share']:.3g} of the tolerance")
+    """The line of a case; without an output that could be judged, most of it stays empty."""
+    known = [column[0] for column in COLUMNS] if "max_error" in record else ("case", "rows", "judged by", "")
+    print_row(text(record) if heading in known else "-" for heading, _, text in COLUMNS)
+
+
+def reasons_in_short(cases):
+    """Why ``cases`` failed: each fault once, with the first case that has it and the number of others.
+
+    Faults that differ in nothing but their numbers are one.
+    """
+    found = {}  # the fault without numbers -> the fault and every record that has it
+    for record in cases:
+        for fault in record["faults"] + ([who_is_off(record)] if record.get("wrong") else []):
+            found.setdefault(re.sub(r"0x\w+|\d+", "#", fault), (fault, []))[1].append(record)
+    for fault, records in found.values():
+        first, others = records[0], len({id(record) for record in records}) - 1
+        yield f"{first['case']}{f' and {others} more' if others else ''}: {fault}"
+        for m in first["mismatches"] if first.get("wrong") and fault == who_is_off(first) else []:
+            values = f"solution {m['solution']:.9g}, reference {m['reference']:.9g}, float64 {m['float64']:.9g}"
+            yield f"    at {tuple(m['index'])}: {values}, {m['share']:.3g} of the tolerance"
 
 
 def who_is_off(record):
@@ -910,6 +967,7 @@ def who_is_off(record):
 
 def summary(check):
     """The sentences under the table."""
+    yield from reasons_in_short(check.cases)
     judged = [r for r in check.cases if "max_error" in r]
     own = [r for r in judged if r["case"].startswith("own") and r["lets_through"]]
     accepted = lambda records: sorted(set.intersection(*(set(r["lets_through"]) for r in records)))
@@ -928,8 +986,11 @@ def summary(check):
             r["solution_rms"] / r["reference_rms"] if r["reference_rms"] else (math.inf if r["solution_rms"] else 1.0)
         )
         worst = max(words, key=lambda r: (ACCURACY.index(r["accuracy"]), ratio(r)))
-        yield f"Accuracy: {worst['accuracy']} ({ratio(worst):.2g} times the reference's error in '{worst['case']}')."
-    yield from check.faults
+        faulty = check.faults or not all(r["passed"] for r in check.cases)
+        where = " where it is right" if faulty and not worst["wrong"] else ""
+        times = f"{ratio(worst):.2g} times the reference's error in '{worst['case']}'"
+        yield f"Accuracy{where}: {worst['accuracy']} ({times})."
+    yield from dict.fromkeys(check.faults)
 
 
 def json_ready(value):
@@ -995,23 +1056,24 @@ def check(options, report):
         f'float32 matrix products at "{report["precision"]}" ({"--precision" if options.precision else "as set"}), '
         f"atol {options.atol:g}, rtol {options.rtol:g}\n"
     )
-    print_heading()
     run = Check(options, problem, device, rows)
     solution = Solution(device, options.precision, options.timeout)
     try:
         run.run(solution)
     except SolutionFailed as failure:
-        run.faults.append(f"The solution did not survive what came after {len(run.cases)} cases: {failure}.")
+        place = f"after the case '{run.cases[-1]['case']}'" if run.cases else "before the first case"
+        run.faults.append(f"The solution did not survive: {failure}, {place}.")
     finally:
         solution.close()
         report |= {"cases": run.cases, "faults": run.faults, "notes": run.notes}
     failed = [r for r in run.cases if not r["passed"]]
     report["verdict"] = "wrong" if failed or run.faults else "right"
-    print(f"\n{LEGEND}")
+    if run.cases:
+        print(f"\n{LEGEND}")
     for sentence in summary(run):
         print(sentence)
-    counts = f"{len(run.cases) - len(failed)} of {len(run.cases)} cases right"
-    print(f"{report['verdict'].upper()}: {counts}{f', {len(run.faults)} other faults' if run.faults else ''}.")
+    counts = f"{len(run.cases) - len(failed)} of {len(run.cases)} cases right{', but see above' * bool(run.faults)}"
+    print(f"{report['verdict'].upper()}: {counts if run.cases else 'it came to no case'}.")
 
 
 def main(arguments=None):

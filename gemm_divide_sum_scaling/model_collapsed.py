@@ -609,10 +609,11 @@ def _collapsed(x, weight, scale):
     """``x`` (batch, input), ``weight`` (hidden, input), both float32 or both float64 -> (batch, 1)."""
     if x.is_cuda and x.dtype == torch.float32:
         return extension(x.device.index).collapsed_gemm_sum.default(x, weight, scale)
-    sums = weight.sum(0, dtype=torch.float64)  # (input)
+    # In slices, as on the CPU PyTorch's sum of one dtype into another is twice as slow as a copy and a sum.
+    sums = sum(rows.double().sum(0) for rows in weight.split(256))  # (input)
     # An infinity in x makes of a column what the sum of its products is: an infinity if the weights are of one sign,
     # and NaN if not.
-    low, high = weight.aminmax(dim=0)
+    low, high = weight.amin(0), weight.amax(0)  # which is quicker than aminmax
     ends = torch.where(low > 0, torch.inf, torch.where(high < 0, -torch.inf, torch.nan)).double()  # (input)
     infinite = x.isinf()
     dots = x.double().masked_fill(infinite, 0) @ sums

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import bench
+import model_new
 
 ROOT = Path(bench.__file__).parent
 FIELDS = set(  # what a row must hold, whoever reads it
@@ -68,14 +70,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench, "ROUNDS", (6, 6))
     monkeypatch.setattr(torch, "compile", lambda model: model)
     monkeypatch.setattr(bench, "verify", lambda *arguments: None)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda kinds, device: dict.fromkeys([*kinds, "copy"], 100.0))
 
 
 def measure(problem, *names, device="cpu", **setting):
     """Race the named solutions of ``problem``: ``(rows by contender, reasons of refusal by contender)``."""
     default = {"problem": "p", "precision": "highest", "dtype": "float32", "batch": 24, "mode": "inference"}
     solutions = {name: bench.solution_class(problem.folder / f"{name}.py") for name in names}
-    ceilings = dict.fromkeys(["float32", "float16", "float64", "bfloat16", "tf32", "copy"], 100.0)
+    ceilings = {} if device == "cpu" else {"float32": 100.0, "float16": 100.0, "copy": 100.0}
     rows, refused = bench.measure(problem, solutions, default | {"sweep": True} | setting, device, ceilings)
     return {row["contender"]: row for row in rows}, {entry["contender"]: entry["reason"] for entry in refused}
 
@@ -172,6 +173,22 @@ def test_cpu_clock_times_the_step_and_keeps_what_it_returned():
     assert outputs == ["kept"] and 20 <= ms < 40 and wall == ms
 
 
+def test_cpu_clock_does_not_see_an_interruption_of_a_short_step():
+    """Another program takes the core for 10 ms, many times as long as the step lasts, in the first call that counts."""
+    calls = itertools.count(1)
+    _, ms, _ = bench.cpu_clock(lambda: time.sleep(0.01 if next(calls) == 3 else 0.0001))
+    assert 0.1 <= ms < 0.3
+
+
+def test_no_share_of_a_ceiling_is_shown_on_the_cpu(problem, quick, capsys):
+    """On a machine that others use too, a product measured alone is no ceiling."""
+    rows, _ = measure(problem, "model_new")
+    assert all(row["ceiling_share"] is row["copy_share"] is row["gemm_kind"] is None for row in rows.values())
+    bench.main([str(problem.folder), "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert "no ceiling" in out and "TFLOP/s" in out and "of the ceiling" not in out and "of a copy" not in out
+
+
 def test_a_slow_solution_is_shown_as_slow(problem, quick):
     rows, refused = measure(problem, "sleeps")
     assert not refused
@@ -225,7 +242,7 @@ def test_wrong_gradients_are_refused(problem, quick):
         "mode": "training",
         "sweep": True,
     }
-    _, refused = bench.measure(problem, {"grad": StopsTheGradient}, setting, "cpu", {"float32": 1.0, "copy": 1.0})
+    _, refused = bench.measure(problem, {"grad": StopsTheGradient}, setting, "cpu", {})
     assert [entry["contender"] for entry in refused] == ["grad"]
 
 
@@ -281,6 +298,33 @@ def test_what_the_check_rejects_is_not_timed(problem, quick, monkeypatch, capsys
     assert [row["contender"] for row in found["rows"]] == ["eager", "compile", "model_new"]
     assert [(entry["contender"], entry["reason"]) for entry in found["refused"]] == [("raises", "wrong")]
     assert "not timed" in capsys.readouterr().out
+
+
+OTHER_LAYOUT = """
+
+class ModelNew(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.parts = nn.ParameterList(p.detach().t().contiguous() for p in Model(*sizes).parameters())
+
+    def forward(self, x):
+        weight1, bias1, weight2, bias2 = self.parts
+        return torch.logsumexp(torch.sigmoid(x @ weight1 + bias1) @ weight2 + bias2, dim=1)
+"""
+
+
+def test_a_solution_with_another_layout_is_timed_when_built_from_the_same_seed(problem, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "ROUNDS", (6, 6))
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    path, report = tmp_path / "other_layout.py", tmp_path / "report.json"
+    path.write_text(REFERENCE + OTHER_LAYOUT)
+    arguments = [str(problem.folder), "--device", "cpu", "--solution", str(path), "--json", str(report)]
+    assert bench.main(arguments) == 1 and "not timed" in capsys.readouterr().out
+    assert bench.main([*arguments, "--same-seed"]) == 0
+    assert [row["contender"] for row in json.loads(report.read_text())["rows"]] == ["eager", "compile", "other_layout"]
+    with pytest.raises(SystemExit):
+        bench.main([*arguments, "--same-seed", "--training"])
+    assert "gradients of another layout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, accepted", [("model_new", True), ("forgets_a_bias", False)])
@@ -352,6 +396,15 @@ def test_what_cannot_run_is_one_sentence_and_exit_code_2(arguments, sentence, ca
     assert capsys.readouterr().err.startswith(f"bench.py: {sentence}")
 
 
+def test_nothing_is_said_of_a_missing_numpy_or_gpu(tmp_path):
+    """PyTorch warns of both when it is imported."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path)}
+    command = [sys.executable, ROOT / "bench.py", "nowhere", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
 @pytest.mark.parametrize("text", ["16,32", "batch=", "batch=0", "batch=1,x", "hidden=3"])
 def test_a_sweep_that_names_no_sizes_is_refused(text, capsys):
     with pytest.raises(SystemExit) as exit:
@@ -408,14 +461,42 @@ def test_the_report_says_what_was_measured_and_with_what(problem, quick, tmp_pat
 # Builds and several processes
 
 
-def test_a_cold_build_is_timed_against_an_empty_one_in_fresh_folders(problem, monkeypatch):
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch):
+    """A compiler that only our solutions would find, and an architecture to build for."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    path = tmp_path / "site-packages" / "nvidia" / "cu0" / "bin" / "nvcc"
+    monkeypatch.setattr(model_new, "_find_nvcc", lambda: str(path))
+    return path
+
+
+def test_a_cold_build_is_timed_against_an_empty_one_in_fresh_folders(problem, monkeypatch, nvcc):
     empty = "import os, time; assert not os.listdir(os.environ['TORCH_EXTENSIONS_DIR']); print('noise'); print(2.0)"
     monkeypatch.setattr(bench, "EMPTY_BUILD", empty)
     monkeypatch.setattr(bench, "SOLUTION_BUILD", empty.replace("2.0", "0.5"))
     build = bench.measure_build(problem, problem.folder / "model_new.py")
     assert build["share_of_empty"] == 0.25 and build["seconds"]["empty"] == [2.0] * bench.BUILDS
     assert "0.25 times the 2.0 s" in bench.build_line(build)
+
+
+def test_the_empty_build_gets_the_compiler_and_the_headers_that_ours_finds(problem, monkeypatch, nvcc):
+    (nvcc.parent.parent / "include" / "cccl").mkdir(parents=True)
+    monkeypatch.setattr(model_new, "_pip_folders", lambda: [str(nvcc.parent.parent.parent)])
+    monkeypatch.delenv("CPLUS_INCLUDE_PATH", raising=False)
+    empty = f"import os; assert os.environ['CUDA_HOME'] == {str(nvcc.parent.parent)!r}; "
+    empty += "assert [p[-12:] for p in os.environ['CPLUS_INCLUDE_PATH'].split(':')] == ['/cu0/include', 'include/cccl']"
+    monkeypatch.setattr(bench, "EMPTY_BUILD", f"{empty}; print(1.0)")
+    monkeypatch.setattr(bench, "SOLUTION_BUILD", "print(0.5)")
+    assert bench.measure_build(problem, problem.folder / "model_new.py")["share_of_empty"] == 0.5
+
+
+def test_a_build_without_a_compiler_says_so(problem, monkeypatch, nvcc, capsys):
+    def none():
+        raise RuntimeError("the compiler, nvcc, is missing: install it")
+
+    monkeypatch.setattr(model_new, "_find_nvcc", none)
+    assert bench.main([str(problem.folder), "--build"]) == 2
+    assert capsys.readouterr().err.endswith("bench.py: the compiler, nvcc, is missing: install it\n")
 
 
 def test_a_build_without_a_gpu_asks_for_the_architectures(problem, monkeypatch, capsys):
@@ -475,11 +556,23 @@ def test_the_readme_block_shows_every_kind_of_result(tmp_path):
     (tmp_path / "check.json").write_text(json.dumps({"verdict": "another program's"}))
     block = bench.readme_block(tmp_path)
     assert "GPU X, driver 580.1, PyTorch 2.14, CUDA 13.0, 2000-01-02, model_new.py 0123456789ab*" in block
-    for text in ("model_collapsed", "| 1 | 2.00 |", "1,234,567", "0.33 times the 60.0 s"):
+    for text in ("| model_new | highest | 2.00 | 3.00 |", "1,234,567", "0.33 times the 60.0 s", "results/gpu.json"):
         assert text in block, text
     lines = block.splitlines()
     for line, following in itertools.pairwise(lines):  # every table has one width
         assert not (line.startswith("|") and following.startswith("|")) or line.count("|") == following.count("|")
+
+
+def test_the_readme_leaves_out_what_only_the_report_need_hold(tmp_path):
+    (tmp_path / "gpu.json").write_text(json.dumps(synthetic_report()))
+    table = [line.split(" | ") for line in bench.readme_block(tmp_path).splitlines() if line.startswith("| ")]
+    shown = {(line[0][2:], line[2], line[4]) for line in table if line[2] in ("inference", "training")}
+    first = "gemm_sigmoid_logsumexp"
+    assert shown == {
+        *((first, "inference", name) for name in ("eager", "compile", "model_new")),
+        *((first, "training", name) for name in ("eager", "model_new")),
+        *(("second", "inference", name) for name in ("eager", "model_new", "model_collapsed")),
+    }
 
 
 def test_the_readme_block_is_empty_without_results(tmp_path):
@@ -571,7 +664,7 @@ def test_peak_extra_memory_counts_what_one_step_takes():
 
 @pytest.mark.gpu
 def test_ceilings_are_those_of_a_gpu():
-    found = bench.measure_ceilings({"float32", "tf32", "float16"}, "cuda")
+    found = bench.measure_ceilings({"float32", "tf32", "float16"})
     assert found["float16"] > found["float32"] > 1 and found["copy"] > 100
 
 

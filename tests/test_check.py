@@ -17,10 +17,10 @@ SMALL = {"batch_size": 64, "input_size": 64, "hidden_size": 256, "output_size": 
 # solution -> what a fault of it says, after the name of its case
 REFUSED = {
     "answers_a_constant": r"scaled: .* elements are off",
-    "caches_by_content": r"weights by .data.mul_: It gave the result of the case before again",
+    "caches_by_content": r"weights by .data.mul_: .* it keeps a result or something derived from its weights",
     "caches_by_identity": r"same memory, new values: It gave the result of the case before again",
     "caches_by_pointer": r"same memory, new values: It gave the result of the case before again",
-    "caches_its_weights": r"weights by .data.mul_: It gave the result of the case before again",
+    "caches_its_weights": r"weights by .data.mul_: .* it keeps a result or something derived from its weights",
     "changes_its_input": r"It changed its inputs in place",
     "changes_the_default_dtype": r"It changed the default dtype from torch.float32 to torch.bfloat16",
     "crashes": r"killed by SIGSEGV",
@@ -32,6 +32,7 @@ REFUSED = {
     "leaves_output_unwritten": r"It left \d+ of 64 elements of its output unwritten",
     "linearises": r"scaled: .* elements are off",
     "loses_nan": r"NaN and infinite rows: .* elements are off",
+    "prepares_a_weight_once": r"odd rows: .* built anew .* it keeps something derived from its weights",
     "raises_system_exit": r"It raised SystemExit",
     "replaces_allclose": r"It replaced torch.allclose",
     "replaces_the_timer": r"It replaced time.perf_counter",
@@ -44,6 +45,7 @@ REFUSED = {
     "rounds_operands_to_tf32": r"last weight N\(0, 1\): .* elements are off",
     "seeds_the_generator": r"changed the state of a global random number generator",
     "spoils_other_rows": r"NaN and infinite rows: .* elements are off",
+    "spoils_the_pipe": r"it spoilt the pipe",
     "switches_tf32_on": r"the float32 precision of CUDA matrix products from \w+ to tf32",
     "wrong_after_the_first_calls": r"further calls: The first wrong one of these 20 equal calls is number \d",
     "wrong_in_odd_features": r"odd features: .* elements are off",
@@ -123,7 +125,7 @@ def test_accepts_honest_solutions(run_check, solution, capsys):
 
 def test_refuses_another_layout_unless_built_from_the_same_seed(run_check):
     code, _, faults = run_check("honest_other_layout", "--device", "cpu")
-    assert code == 1 and has(faults, r"could not state: .*Missing key.* \(with --same-seed,"), faults
+    assert code == 1 and has(faults, r"parameters, it raised .*Missing key.*; with --same-seed,"), faults
     code, report, faults = run_check("honest_other_layout", "--device", "cpu", "--same-seed")
     assert (code, faults) == (0, [])
     assert any("their changes are not tried" in note for note in report["notes"])
@@ -233,6 +235,91 @@ def test_could_not_run(run_check, tmp_path, capsys):
     assert "COULD NOT RUN: There is no file" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert run_check("honest_slow", "--device", "cuda")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("x = (", r"cannot be loaded: SyntaxError: .*solution.py, line 1"),
+        ("\nimport no_such_module", r"cannot be loaded: ModuleNotFoundError: .*_module' \(line 2 of solution.py"),
+        ("x = 1", "must define a class ModelNew"),
+    ],
+)
+def test_a_file_that_holds_no_solution_could_not_run(run_check, tmp_path, capsys, text, sentence):
+    path = tmp_path / "solution.py"
+    path.write_text(text)
+    code, report, _ = run_check(path, "--device", "cpu")
+    assert code == 2 and report["verdict"] == "could not run"
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"COULD NOT RUN: {path} {sentence}.*\n", error) and "check.py" not in error, error
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("raise SystemExit(0)", r"When it was loaded, it raised SystemExit: 0 \(line 1 of solution.py\)"),
+        ("import os; os._exit(0)", "exited with code 0, before the first case"),
+        ("class ModelNew: pass", r"When it was built, it raised TypeError"),
+    ],
+)
+def test_a_solution_that_ends_before_the_first_case_is_wrong(run_check, tmp_path, capsys, text, fault):
+    path = tmp_path / "solution.py"
+    path.write_text(text)
+    code, _, faults = run_check(path, "--device", "cpu")
+    assert code == 1 and has(faults, fault), faults
+    assert capsys.readouterr().out.endswith("WRONG: it came to no case.\n")
+
+
+def test_nan_is_as_wrong_as_an_answer_can_be(run_check, tmp_path, capsys):
+    path = tmp_path / "solution.py"
+    path.write_text("from reference import Model\n\n\nclass ModelNew(Model):\n    def forward(self, x):\n")
+    path.write_text(path.read_text() + "        return super().forward(x) * float('nan')\n")
+    code, report, _ = run_check(path, "--device", "cpu")
+    assert code == 1 and accuracy(report, "wide") == "wrong" and report["cases"][0]["solution_rms"] == "inf"
+    assert "\nAccuracy: wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("solution", ["returns_float64", "wrong_in_odd_rows"])
+def test_words_for_the_accuracy_do_not_contradict_the_verdict(run_check, capsys, solution):
+    """Exact where it is right, and wrong all the same."""
+    run_check(solution, "--device", "cpu")
+    assert "\nAccuracy where it is right: " in capsys.readouterr().out
+
+
+def test_a_fault_of_many_cases_is_said_once(run_check, capsys):
+    _, _, faults = run_check("answers_a_constant", "--device", "cpu")
+    out = capsys.readouterr().out
+    many = sum("elements are off" in fault for fault in faults)
+    assert many > 9 and len(re.findall(r"elements are off", out)) == 1
+    assert f"and {many - 1} more: " in out and out.count("it is the solution that is off") == 1
+
+
+@pytest.fixture
+def unlucky(tmp_path, monkeypatch):
+    """Programs started here find a numpy that cannot be imported, and a CUDA toolkit, where there may be no GPU."""
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+
+
+WARNS = """
+import warnings
+from torch.utils import cpp_extension
+from reference import Model as ModelNew
+
+warnings.warn("one that somebody should see")
+cpp_extension.logger.warning("another one")
+"""
+
+
+def test_two_warnings_of_pytorchs_are_silenced_and_no_others(problem, tmp_path, unlucky):
+    path = tmp_path / "solution.py"
+    path.write_text(WARNS)
+    command = [sys.executable, str(ROOT / "check.py"), str(problem), "--solution", str(path), "--device", "cpu"]
+    error = subprocess.run([*command, "--trials", "1"], capture_output=True, text=True, timeout=300).stderr
+    assert "one that somebody should see" in error and "another one" in error
+    assert "NumPy" not in error and "CUDA runtime" not in error, error
 
 
 def test_the_problems_own_inputs_are_said_to_prove_nothing(run_check, capsys):
