@@ -197,12 +197,13 @@ def error(pairs, tolerance, training):
 def speedup(baseline, times):
     """Ratio of the medians of two lists of times from the same rounds, and its 95 % interval ``(ratio, low, high)``.
 
-    Bootstrap over runs of five neighbouring rounds: clocks drift, so neighbours are not independent.
+    Bootstrap over runs of up to five neighbouring rounds: clocks drift, so neighbours are not independent.
     """
     both = torch.tensor([baseline, times], dtype=torch.float64)  # (2, rounds)
     rounds = both.shape[1]
-    starts = torch.randint(rounds, (2000, math.ceil(rounds / 5), 1), generator=torch.Generator().manual_seed(0))
-    picks = ((starts + torch.arange(5)) % rounds).flatten(1)[:, :rounds]  # (2000, rounds)
+    run = max(1, min(5, rounds // 4))
+    starts = torch.randint(rounds, (2000, math.ceil(rounds / run), 1), generator=torch.Generator().manual_seed(0))
+    picks = ((starts + torch.arange(run)) % rounds).flatten(1)[:, :rounds]  # (2000, rounds)
     medians = both[:, picks].quantile(0.5, dim=-1)  # (2, 2000)
     low, high = (medians[0] / medians[1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return statistics.median(baseline) / statistics.median(times), low, high
