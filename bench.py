@@ -49,12 +49,19 @@ ROOT = Path(__file__).resolve().parent
 SECOND = ROOT / "gemm_divide_sum_scaling"
 
 BUFFERS = 3  # input sets that the rounds go through, each rewritten before it is used again
-ROUNDS = (10, 100)  # fewest and most rounds of a race; between them, what fits in:
-SECONDS = {"main": 1.5, "sweep": 0.4}  # one race, its warm-up (half as long again) not counted
+SITTINGS = 4  # of a race, each in memory of its own: what two runs differ by is in part what two sittings do
+ROUNDS = (3, 25)  # fewest and most rounds of a sitting; between them, what fits in:
+SECONDS = {"main": 1.5, "sweep": 0.4}  # all sittings, their warm-ups (half as long again) not counted
 TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}  # atol = rtol
 STRAY = 1.5  # a solution may use this many times the share of the tolerance that the reference itself uses
 HIDDEN = 0.1  # ms, and share of the time between events, by which work may outlast the end event more than eager's
 SWEEP = [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384, 32768, 65536]  # --all, up to four times the problem's own batch
+AWKWARD = (  # --all, the first problem: not multiples of 8, narrow, wide, few rows
+    "batch:input_size:hidden_size:output_size="
+    "16384:2047:4095:1023,16384:2049:4097:1025,16384:2048:4096:1000,16384:1000:1000:1000,16384:127:4096:1024,"
+    "16384:2048:4096:7,16384:17:33:65,8191:2048:4096:1024,4095:8192:8191:8193,1000:3000:5000:7000,333:2048:4096:50257,"
+    "65536:64:128:10"
+)
 CPU_BATCH = 64  # without a GPU: small enough for two cores
 CPU_CALLS, CPU_SECONDS = 5, 0.1  # on the CPU a round times a contender so often, or as often as fits in so long
 BUILDS = 3  # cold builds of each kind
@@ -194,17 +201,19 @@ def error(pairs, tolerance, training):
     }
 
 
-def speedup(baseline, times):
+def speedup(baseline, times, sittings=1):
     """Ratio of the medians of two lists of times from the same rounds, and its 95 % interval ``(ratio, low, high)``.
 
-    Bootstrap over runs of up to five neighbouring rounds: clocks drift, so neighbours are not independent.
+    Bootstrap over the sittings, of as many rounds each, that follow each other in the lists, and within each over runs
+    of up to five neighbouring rounds: clocks drift, so neighbours are not independent, nor are a sitting's rounds.
     """
-    both = torch.tensor([baseline, times], dtype=torch.float64)  # (2, rounds)
-    rounds = both.shape[1]
+    both = torch.tensor([baseline, times], dtype=torch.float64).unflatten(1, (sittings, -1))  # (2, sittings, rounds)
+    rounds, generator = both.shape[2], torch.Generator().manual_seed(0)
     run = max(1, min(5, rounds // 4))
-    starts = torch.randint(rounds, (2000, math.ceil(rounds / run), 1), generator=torch.Generator().manual_seed(0))
-    picks = ((starts + torch.arange(run)) % rounds).flatten(1)[:, :rounds]  # (2000, rounds)
-    medians = both[:, picks].quantile(0.5, dim=-1)  # (2, 2000)
+    sat = torch.randint(sittings, (2000, sittings, 1), generator=generator)
+    starts = torch.randint(rounds, (2000, sittings, math.ceil(rounds / run), 1), generator=generator)
+    picks = ((starts + torch.arange(run)) % rounds).flatten(2)[:, :, :rounds]  # (2000, sittings, rounds)
+    medians = both[:, sat, picks].flatten(2).quantile(0.5, dim=-1)  # (2, 2000)
     low, high = (medians[0] / medians[1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return statistics.median(baseline) / statistics.median(times), low, high
 
@@ -297,14 +306,14 @@ class Race(NamedTuple):
     readings: list
 
 
-def race(steps, buffers, refill, clock, rounds):
+def race(steps, buffers, refill, clock, rounds, seen=None):
     """Time every step of ``{name: step}`` once in each round, in an order that changes from round to round.
 
     Round ``r`` runs on ``buffers[r % BUFFERS]``, which ``refill(r)`` has given new content. Between rounds the GPU's
-    gauge is read.
+    gauge is read. What is ``seen`` is added to what an earlier sitting saw.
     """
     names = list(steps)
-    seen = Race({name: [] for name in names}, {name: [] for name in names}, {name: {} for name in names}, [])
+    seen = seen or Race({name: [] for name in names}, {name: [] for name in names}, {name: {} for name in names}, [])
     for r in range(rounds):
         inputs = buffers[r % BUFFERS]
         for x, fresh in zip(inputs, refill(r), strict=True):
@@ -372,7 +381,7 @@ def make_row(setting, name, seen, counts, ceilings):
     times = seen.ms[name]
     ms = statistics.median(times)
     p20, _, _, p80 = statistics.quantiles(times, n=5)
-    ratio, low, high = speedup(seen.ms["eager"], times)
+    ratio, low, high = speedup(seen.ms["eager"], times, SITTINGS)
     kind = gemm_kind(name, setting["precision"], setting["dtype"]) if ceilings else None
     tflops, gb_per_s = counts["flops"] / ms / 1e9, counts["least_bytes"] / ms / 1e6
     row = {**setting, "contender": name, "rounds": len(times)}
@@ -453,10 +462,16 @@ def measure(problem, solutions, setting, device, ceilings):
     clock = cuda_clock() if device == "cuda" else cpu_clock
     began = time.perf_counter()
     race(steps, buffers, refill, clock, BUFFERS)
-    fitting = SECONDS["sweep" if setting["sweep"] else "main"] * BUFFERS / (time.perf_counter() - began)
+    fitting = SECONDS["sweep" if setting["sweep"] else "main"] * BUFFERS / (time.perf_counter() - began) / SITTINGS
     rounds = round(min(max(fitting, ROUNDS[0]), ROUNDS[1]))
-    race(steps, buffers, refill, clock, rounds // 2)  # warms up; no pause between it and the race
-    seen = race(steps, buffers, refill, clock, rounds)
+    seen = None
+    for _ in range(SITTINGS):
+        buffers.clear()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        buffers += [refill(seed) for seed in range(BUFFERS)]
+        race(steps, buffers, refill, clock, rounds // 2)  # warms up; no pause between it and the sitting
+        seen = race(steps, buffers, refill, clock, rounds, seen)
 
     truths = [exact(inputs) for inputs in buffers]
     found = {name: judge([(seen.kept[name][i], truths[i]) for i in range(BUFFERS)]) for name in steps}
@@ -723,8 +738,9 @@ def print_race(setting, rows, refused):
     if rows and "clock_mhz" in rows[0]:
         state = f", {rows[0]['clock_mhz']:.0f} MHz, {rows[0]['power_w']:.0f} W"
         state += f", held down by {' and '.join(rows[0]['throttled'])}" if rows[0]["throttled"] else ""
+    sizes = ", ".join(f"{name} {size}" for name, size in {"batch": setting["batch"], **setting["sizes"]}.items())
     print(
-        f"{setting['problem']}, {setting['mode']}, batch {setting['batch']}, {setting['dtype']}, "
+        f"{setting['problem']}, {setting['mode']}, {sizes}, {setting['dtype']}, "
         f'float32 matmul precision "{setting["precision"]}" for all, {rows[0]["rounds"]} rounds{state}'
     )
     print_table(COLUMNS, rows)
@@ -829,6 +845,10 @@ def draw(report, path):
 
 def solutions_by_batch(rows):
     """The rows of a sweep that say something: the solutions' inference at every batch size."""
+    return [row for row in solutions_inference(rows) if not row.get("sizes")]
+
+
+def solutions_inference(rows):
     return [row for row in rows if row["mode"] == "inference" and row["contender"] not in ("eager", "compile")]
 
 
@@ -886,10 +906,23 @@ def sweep_lines(rows):
     return markdown_table(columns, series.items())
 
 
+def sizes_lines(rows):
+    """Speed-up over eager, a line for each sizes, a column for each solution and precision, as markdown."""
+    lines = {}  # (problem, batch, sizes) -> {(contender, precision): speed-up}
+    for row in rows:
+        sizes = " -> ".join(map(str, row["sizes"].values()))
+        lines.setdefault((row["problem"], row["batch"], sizes), {})[row["contender"], row["precision"]] = row
+    columns = {title: lambda line, i=i: str(line[0][i]) for i, title in enumerate(("problem", "batch", "sizes"))}
+    for key in dict.fromkeys(key for line in lines.values() for key in line):
+        ratio = lambda line, key=key: shown(line[1].get(key) and line[1][key]["speedup_vs_eager"], "{:.2f}")
+        columns[f'{key[0]}, "{key[1]}"'] = ratio
+    return markdown_table(columns, lines.items())
+
+
 def readme_block(folder):
     """The text between README.md's markers, from the reports in ``folder``; empty while there are none."""
     lines = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         report = json.loads(path.read_text())
         if "source_sha256" not in report:  # another program's
             continue
@@ -902,6 +935,9 @@ def readme_block(folder):
         if len(main) < len(report["rows"]):
             lines += ["Speed-up over eager, inference, by batch size:", ""]
             lines += [*sweep_lines(solutions_by_batch(report["rows"])), ""]
+        sized = [row for row in solutions_inference(report["rows"]) if row.get("sizes")]
+        if sized:
+            lines += ["Speed-up over eager, inference, at other sizes:", "", *sizes_lines(sized), ""]
         if report["throughput"]:
             lines += [*markdown_table(THROUGHPUT_COLUMNS, report["throughput"]), ""]
         for build in report["builds"]:
@@ -937,11 +973,12 @@ def positive(text):
 
 
 def sweep_sizes(text):
-    """``batch=1,16,64`` as a list of sizes."""
-    key, _, sizes = text.partition("=")
-    if key != "batch":
-        raise argparse.ArgumentTypeError(f"must be batch=SIZE,SIZE,..., got {text}")
-    return [positive(size) for size in sizes.split(",")]
+    """``batch=1,16`` as ``[{"batch": 1}, {"batch": 16}]``; ``batch:input_size=1:33,16:65`` names two sizes of each."""
+    names, equals, values = text.partition("=")
+    names, values = names.split(":"), [value.split(":") for value in values.split(",")]
+    if not equals or any(len(value) != len(names) for value in values):
+        raise argparse.ArgumentTypeError(f"must be like batch=1,16 or batch:input_size=1:33,16:65, got {text}")
+    return [dict(zip(names, map(positive, value), strict=True)) for value in values]
 
 
 def parse(arguments):
@@ -963,7 +1000,13 @@ def parse(arguments):
     add("--precision", choices=["highest", "high"], help="float32 matmul precision (default: both; on the CPU highest)")
     add("--dtype", choices=list(TOLERANCE), default="float32", help="of parameters and inputs (check.py uses float32)")
     add("--training", action="store_true", help="time forward and backward as well")
-    add("--sweep", type=sweep_sizes, metavar="batch=1,16,...", help="time inference at these batch sizes as well")
+    add(
+        "--sweep",
+        type=sweep_sizes,
+        metavar="batch=1,16,...",
+        help="time inference at these batch sizes as well, or at other sizes that reference.py names, as in "
+        "batch:input_size:hidden_size=1:33:65,16:33:65",
+    )
     add("--all", action="store_true", help="both problems with all their solutions, training and a sweep")
     add(
         "--gpus", type=positive, metavar="N", help="measure throughput on up to N GPUs (with --device cpu: N processes)"
@@ -1022,12 +1065,23 @@ def planned_races(args, plan, precisions, device):
     modes = ["inference", "training"] if args.training or args.all else ["inference"]
     for problem, _ in plan:
         batch = args.batch_size or default_batch(problem, device)
-        sizes = args.sweep or ([size for size in SWEEP if size <= 4 * problem.batch_size] if args.all else [])
+        sweep = args.sweep or []
+        if args.all:
+            sweep = [{"batch": size} for size in SWEEP if size <= 4 * problem.batch_size]
+            sweep += sweep_sizes(AWKWARD) if problem.folder == ROOT else []
+        for name in {name for sizes in sweep for name in sizes} - {"batch"}:
+            if not isinstance(getattr(problem.reference, name, None), int):
+                raise Unusable(
+                    f"--sweep must name batch or a number in {problem.name}'s reference.py, and {name} is none"
+                )
         for precision in precisions:
-            setting = {"problem": problem.name, "precision": precision, "dtype": args.dtype}
+            setting = {"problem": problem.name, "precision": precision, "dtype": args.dtype, "sizes": {}}
             own += [(problem, {**setting, "batch": batch, "mode": mode, "sweep": False}) for mode in modes]
-            others = [size for size in sizes if size != batch]
-            swept += [(problem, {**setting, "batch": n, "mode": "inference", "sweep": True}) for n in others]
+            for sizes in sweep:
+                if sizes != {"batch": batch}:
+                    others = {name: size for name, size in sizes.items() if name != "batch"}
+                    at = {"batch": sizes.get("batch", batch), "sizes": others}
+                    swept.append((problem, {**setting, **at, "mode": "inference", "sweep": True}))
     return own + swept
 
 
@@ -1100,7 +1154,7 @@ def run(args):
                 continue
             say(", ".join(f"{key} {value}" for key, value in setting.items()))
             solutions = {name: solution_class(path) for name, path in paths.items()}
-            with float32_precision(setting["precision"]):
+            with float32_precision(setting["precision"]), check.constants(problem.reference, setting["sizes"]):
                 rows, refused = measure(problem, solutions, setting, device, report["ceilings"])
             report["rows"] += rows
             report["refused"] += refused

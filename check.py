@@ -1079,7 +1079,9 @@ def check(options, report):
 def main(arguments=None):
     """The command line; gives the exit code."""
     options = parse(arguments)
-    report = {"options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}}
+    # Paths as seen from the current folder: a report that is kept says nothing of the machine that it was made on.
+    seen = lambda value: os.path.relpath(value) if isinstance(value, Path) else value
+    report = {"options": {name: seen(value) for name, value in vars(options).items()}}
     started = time.monotonic()
     try:
         check(options, report)

@@ -975,7 +975,7 @@ float correction(int64_t k) {
 // float32 adds. Measured with three parts at the problem's sizes, on its five kinds of data: the error of `out` is 0.8
 // to 2.6 times eager float32's with whole sums, 0.4 to 1.5 times with pieces of 2048 terms (time + 2 %), 0.2 to 1.1
 // times with 1024 (+ 8 %), which is what the gradients need to be as good. Operands of 11 bits gain nothing by it.
-int64_t longest_piece(int parts, bool for_gradients) { return parts == 1 ? 8192 : for_gradients ? 1024 : 2048; }
+int64_t longest_piece(int parts, bool for_gradients) { return parts == 1 ? 8192 : for_gradients ? 1024 : 8192; }
 
 // The length of each of the fewest equal pieces of k terms; the last may be shorter by up to 7 a piece.
 int64_t piece(int64_t k, int64_t longest) {

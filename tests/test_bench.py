@@ -24,7 +24,7 @@ REFERENCE = """
 import torch
 from torch import nn
 
-batch_size = 24
+batch_size, hidden_size = 24, 65
 
 class Model(nn.Module):
     def __init__(self, inputs, hidden, outputs):
@@ -39,7 +39,7 @@ def get_inputs():
     return [torch.rand(batch_size, 33)]
 
 def get_init_inputs():
-    return [33, 65, 17]
+    return [33, hidden_size, 17]
 """
 SOLUTIONS = {
     "model_new": "out = right(self, x)",
@@ -101,6 +101,17 @@ def test_a_drifting_clock_widens_the_interval():
     _, low, high = bench.speedup(times, steady)
     _, low_drifting, high_drifting = bench.speedup(sorted(times), steady)
     assert high_drifting - low_drifting > high - low
+
+
+def test_sittings_that_differ_widen_the_interval():
+    noise = torch.Generator().manual_seed(2)
+    eager, ours = (1 + 0.01 * torch.randn(4, 15, generator=noise) for _ in range(2))
+    apart = ours * torch.tensor([0.97, 0.99, 1.01, 1.03])[:, None]
+    widths = [
+        high - low
+        for _, low, high in (bench.speedup(eager.flatten().tolist(), t.flatten().tolist(), 4) for t in (ours, apart))
+    ]
+    assert widths[1] > 2 * widths[0] and widths[1] > 0.02
 
 
 def test_error_is_in_units_of_the_output_and_of_the_tolerance():
@@ -405,7 +416,7 @@ def test_nothing_is_said_of_a_missing_numpy_or_gpu(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize("text", ["16,32", "batch=", "batch=0", "batch=1,x", "hidden=3"])
+@pytest.mark.parametrize("text", ["16,32", "batch=", "batch=0", "batch=1,x", "batch:input=3", "batch=1:2"])
 def test_a_sweep_that_names_no_sizes_is_refused(text, capsys):
     with pytest.raises(SystemExit) as exit:
         bench.main(["--sweep", text])
@@ -432,6 +443,23 @@ def test_sweep_and_training_add_rows_and_the_problems_own_size_comes_first(probl
         ("inference", 129, True),
     ]
     assert not any(row["contender"] == "compile" for row in rows if row["sweep"])
+
+
+def test_a_sweep_may_name_the_sizes_of_the_reference(problem, quick, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    arguments = [str(problem.folder), "--device", "cpu", "--json", str(report), "--sweep"]
+    assert bench.main([*arguments, "batch:hidden_size=5:7,24:9"]) == 0
+    rows = [row for row in json.loads(report.read_text())["rows"] if row["contender"] == "model_new"]
+    assert [(row["batch"], row["sizes"]) for row in rows] == [
+        (24, {}),
+        (5, {"hidden_size": 7}),
+        (24, {"hidden_size": 9}),
+    ]
+    flops = [row["tflops"] * row["ms_median"] / row["batch"] for row in rows]
+    assert flops[1] / flops[0] == pytest.approx(7 / 65) and flops[2] / flops[0] == pytest.approx(9 / 65)
+    assert "batch 5, hidden_size 7" in capsys.readouterr().out
+    assert problem.reference.hidden_size == 65
+    assert bench.main([*arguments, "width=3"]) == 2 and "width is none" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_keeps_the_rows_it_had(problem, quick, tmp_path, monkeypatch):
@@ -538,8 +566,10 @@ def synthetic_report():
                     row = dict.fromkeys([*FIELDS, "ms_wall", "gb_per_s", "copy_share"], 0.5 / (i + 1))
                     row |= {"problem": problem, "contender": name, "precision": precision, "dtype": "float32"}
                     row |= {"batch": batch, "mode": mode, "sweep": sweep, "gemm_kind": "float16", "rounds": 9}
+                    row |= {"sizes": {}}
                     row |= {"speedup_vs_eager": i + 1.0, "speedup_low": i + 0.9, "speedup_high": i + 1.1}
                     rows.append(row)
+    rows.append(rows[-1] | {"batch": 5, "sizes": {"input_size": 33, "output_size": 7}})
     place = {"gpu": "GPU X", "driver": "580.1", "pytorch": "2.14", "cuda": "13.0", "date": "2000-01-02", "threads": 2}
     throughput = {"mode": "training", "precision": "high", "contender": "model_new", "gpus": 2, "rows_per_s": 1234567.0}
     throughput |= {"efficiency": 0.97, "speedup_vs_eager": 3.5}
@@ -556,7 +586,13 @@ def test_the_readme_block_shows_every_kind_of_result(tmp_path):
     (tmp_path / "check.json").write_text(json.dumps({"verdict": "another program's"}))
     block = bench.readme_block(tmp_path)
     assert "GPU X, driver 580.1, PyTorch 2.14, CUDA 13.0, 2000-01-02, model_new.py 0123456789ab*" in block
-    for text in ("| model_new | highest | 2.00 | 3.00 |", "1,234,567", "0.33 times the 60.0 s", "results/gpu.json"):
+    for text in (
+        "| model_new | highest | 2.00 | 3.00 |",
+        "1,234,567",
+        "0.33 times the 60.0 s",
+        "results/gpu.json",
+        "| 5 | 33 -> 7 |",
+    ):
         assert text in block, text
     lines = block.splitlines()
     for line, following in itertools.pairwise(lines):  # every table has one width
