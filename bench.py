@@ -2,6 +2,7 @@
 
     python bench.py                                           the problem in this folder, at its own size
     python bench.py gemm_divide_sum_scaling --solution FILE   another problem, another solution
+    python bench.py --reference FILE --solution FILE          a problem that is a single file, as KernelBench's are
     python bench.py --all --json F.json --plot F.png          both problems, training and batch sizes too
     python bench.py --gpus 2                                  throughput on one and on two GPUs
     python bench.py --build                                   the cold build of the extension
@@ -27,6 +28,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -83,17 +85,23 @@ def say(text):
 
 
 class Problem:
-    """A folder with a ``reference.py`` in KernelBench's form.
+    """A problem in KernelBench's form: a folder with a ``reference.py``, or such a file under any name.
 
     ``same_seed``: the solutions get no ``state_dict``, building them from the same seed makes their parameters alike.
     """
 
-    def __init__(self, folder, same_seed=False):
-        self.folder, self.same_seed = Path(folder).resolve(), same_seed
-        self.name = "gemm_sigmoid_logsumexp" if self.folder == ROOT else self.folder.name
-        path = self.folder / "reference.py"
+    def __init__(self, place, same_seed=False):
+        self.place, self.same_seed = Path(place).resolve(), same_seed
+        single = self.place.is_file()
+        self.name = self.place.stem if single else self.place.name
+        if self.place == ROOT:
+            self.name = "gemm_sigmoid_logsumexp"
+        path = self.place if single else self.place / "reference.py"
         if not path.is_file():
-            raise Unusable(f"PROBLEM_DIR must hold a reference.py, {self.folder} has none; name another folder")
+            raise Unusable(
+                f"a problem is a file or a folder with a reference.py, {self.place} is neither; name another"
+            )
+        self.folder = path.parent
         self.reference = check.load_module(path)
         with torch.device("meta"):  # sizes without the data
             self.batch_size = check.row_count(check.draw_inputs(self.reference, seed=0))
@@ -123,7 +131,7 @@ def solution_class(path):
 
 
 def make_step(model, mode, upstream):
-    """What is timed: ``step(inputs) -> [output]``, or in training one gradient for each parameter, by name.
+    """What is timed: ``step(inputs) -> [output]``, or in training the gradients that parameters got, by name.
 
     ``upstream`` is the gradient that reaches the output, of its shape and dtype. As in training, ``inputs`` ask for no
     gradient.
@@ -137,7 +145,7 @@ def make_step(model, mode, upstream):
     def training(inputs):
         model.zero_grad(set_to_none=True)
         model(*inputs).backward(upstream)
-        return [p.grad for p in parameters]
+        return [p.grad for p in parameters if p.grad is not None]
 
     return {"inference": inference, "training": training}[mode]
 
@@ -161,16 +169,27 @@ def float32_precision(name):
 
 
 def verify(problem, path, oracle, device, batch, precision):
-    """Run check.py on the solution at ``path``: None when it is right, otherwise what check.py said."""
-    command = [sys.executable, check.__file__, problem.folder, "--solution", path, "--device", device]
-    command += ["--batch-size", batch, "--precision", precision, "--trials", 1]
+    """Run check.py on the solution at ``path``: None when it is right, otherwise its first fault and how to see all."""
+    seen = os.path.relpath  # a report that is kept says nothing of the machine that it was made on
+    command = [seen(check.__file__)]
+    if problem.place.is_file():
+        command += ["--reference", seen(problem.place)]
+    elif problem.place != ROOT:  # check.py's default as well
+        command += [seen(problem.place)]
+    command += ["--solution", seen(path), "--device", device, "--batch-size", str(batch), "--precision", precision]
     command += ["--oracle", oracle] if oracle else []
     command += ["--same-seed"] if problem.same_seed else []
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    if done.returncode == 0:
-        return None
-    lines = (done.stdout if done.returncode == 1 else done.stderr or done.stdout).strip().splitlines()
-    return f"check.py exited {done.returncode}: {lines[-1] if lines else 'no output'}"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "check.json"
+        done = subprocess.run([sys.executable, *command, "--json", str(report)], capture_output=True, text=True)
+        if done.returncode == 0:
+            return None
+        found = json.loads(report.read_text()) if report.exists() else {}
+    faults = [f"{case['case']}: {fault}" for case in found.get("cases", []) for fault in case["faults"]]
+    faults += [*found.get("faults", []), *filter(None, [found.get("why")])]
+    faults += done.stderr.strip().splitlines()[-1:] or ["no output"]  # the first, where check.py itself broke down
+    by_hand = shlex.join(["python", *command])
+    return f"check.py exited {done.returncode}: {faults[0].rstrip('.')}. To repeat it: {by_hand}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,6 +204,8 @@ def error(pairs, tolerance, training):
     """
     squares, largest, shares, count = [], [], [], 0
     for outputs, exacts in pairs:
+        if len(outputs) != len(exacts):
+            raise ValueError(f"must give {len(exacts)} {'gradients' if training else 'outputs'}, gives {len(outputs)}")
         for output, exact in zip(outputs, exacts, strict=True):
             if output.shape != exact.shape:
                 raise ValueError(f"output must have shape {tuple(exact.shape)}, got {tuple(output.shape)}")
@@ -500,12 +521,12 @@ def throughput(problem, paths, precision, dtype, batch, device, gpus):
     One process per GPU is started here. ``(rows, refused)``, two lists of dicts for the report.
     """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (gpus, folder, problem.folder, paths, precision, dtype, batch, device)
+        arguments = (gpus, folder, problem.place, paths, precision, dtype, batch, device)
         torch.multiprocessing.spawn(throughput_process, arguments, nprocs=gpus)
         return json.loads((Path(folder) / "found.json").read_text())
 
 
-def throughput_process(rank, gpus, folder, problem_dir, paths, precision, dtype, batch, device):
+def throughput_process(rank, gpus, folder, place, paths, precision, dtype, batch, device):
     """One of ``gpus`` processes; the first writes ``found.json`` into ``folder``."""
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -516,7 +537,7 @@ def throughput_process(rank, gpus, folder, problem_dir, paths, precision, dtype,
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=gpus)
     groups = {n: dist.new_group(range(n)) for n in sorted({2**k for k in range(gpus.bit_length())} | {gpus})}
-    problem, solutions = Problem(problem_dir), {name: solution_class(path) for name, path in paths.items()}
+    problem, solutions = Problem(place), {name: solution_class(path) for name, path in paths.items()}
     setting = {"problem": problem.name, "precision": precision, "dtype": dtype, "batch_per_gpu": batch}
     found = []
     for mode in ("inference", "training"):
@@ -732,8 +753,8 @@ def markdown_table(columns, rows):
     return [f"| {' | '.join(line)} |" for line in cells]
 
 
-def print_race(setting, rows, refused):
-    """One race's table, under a line that names its setting, and what was refused."""
+def print_race(setting, rows):
+    """One race's table, under a line that names its setting."""
     state = ""
     if rows and "clock_mhz" in rows[0]:
         state = f", {rows[0]['clock_mhz']:.0f} MHz, {rows[0]['power_w']:.0f} W"
@@ -744,7 +765,6 @@ def print_race(setting, rows, refused):
         f'float32 matmul precision "{setting["precision"]}" for all, {rows[0]["rounds"]} rounds{state}'
     )
     print_table(COLUMNS, rows)
-    print_refused(refused)
 
 
 def print_refused(refused):
@@ -882,6 +902,12 @@ LEGEND = (
     "with the largest share of the tolerance used; in training, of the gradients, each in units of its root mean "
     "square. TFLOP/s: of the arithmetic as the reference writes it, as a share of a large product of the named kind."
 )
+TABLE_LEGEND = (
+    "ms: the median of the rounds, beside it their 20 % and 80 % quantiles; wall ms: the same by the host's clock. "
+    f"{LEGEND} Of tolerance: eager itself may stray from float64 by more than the tolerance, which shows as more than "
+    f"1; a solution may then use up to {STRAY} times as much. GB/s: inputs, parameters and outputs, each once, as a "
+    "share of a large copy. Extra MiB: memory that a call takes at its peak."
+)
 README_TITLES = ["contender", "ms", "speed-up", "95 % interval", "rms error", "of tolerance"]
 README_TITLES += ["TFLOP/s", "of the ceiling", "extra MiB"]
 
@@ -950,7 +976,10 @@ def readme_block(folder):
 def rewrite_readme():
     """Draw the pictures of ``results/*.json`` again and put their table between README.md's markers."""
     folder, readme = ROOT / "results", ROOT / "README.md"
-    for path in folder.glob("*.json"):
+    drawable = importlib.util.find_spec("matplotlib")
+    if not drawable:
+        say("the pictures were left as they are, because matplotlib is not installed")
+    for path in folder.glob("*.json") if drawable else []:
         report = json.loads(path.read_text())
         if report.get("rows") and "source_sha256" in report:
             draw(report, path.with_suffix(".png"))
@@ -984,14 +1013,18 @@ def sweep_sizes(text):
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("problem_dir", nargs="?", type=Path, default=ROOT, help="holds reference.py and model_new.py (default: here)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "problem_dir", nargs="?", type=Path, default=ROOT, help="holds reference.py and model_new.py (default: here)"
+    )
+    where.add_argument("--reference", type=Path, metavar="FILE", help="the problem, where that is a single file")
     add(
         "--solution",
         nargs="+",
         type=Path,
         metavar="FILE",
         action="extend",
-        help="what to time instead of PROBLEM_DIR's model_new.py",
+        help="what to time instead of the model_new.py in PROBLEM_DIR or beside --reference",
     )
     add("--same-seed", action="store_true", help="build all from one seed, copy no state_dict (inference only)")
     add("--oracle", choices=["float64"], help="check.py judges by the reference in float64, not in float32")
@@ -1029,7 +1062,11 @@ def planned(args):
             # The collapsed form is more exact than the float32 reference, so that cannot be its judge.
             (Problem(SECOND), {SECOND / "model_new.py": None, SECOND / "model_collapsed.py": "float64"}),
         ]
-    problem = Problem(args.problem_dir, args.same_seed)
+    if args.reference and not args.reference.is_file():
+        raise Unusable(f"--reference must name a file, {args.reference} is none")
+    problem = Problem(args.reference or args.problem_dir, args.same_seed)
+    if args.reference and not args.solution and not (problem.folder / "model_new.py").is_file():
+        raise Unusable(f"the solution is missing: no model_new.py lies beside {args.reference}; add --solution FILE")
     return [(problem, dict.fromkeys(args.solution or [problem.folder / "model_new.py"], args.oracle))]
 
 
@@ -1091,8 +1128,8 @@ def run(args):
     if device == "cuda" and torch.cuda.device_count() < (args.gpus or 1):
         seen = torch.cuda.device_count()
         raise Unusable(f"{args.gpus or 1} NVIDIA GPU(s) are needed, PyTorch sees {seen}; use --device cpu")
-    if (args.plot or args.readme) and not importlib.util.find_spec("matplotlib"):
-        raise Unusable("the pictures need matplotlib, which is not installed; type: pip install matplotlib")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise Unusable("--plot needs matplotlib, which is not installed; type: pip install matplotlib")
     if args.readme:
         rewrite_readme()
         return 0
@@ -1107,6 +1144,9 @@ def run(args):
         names = ["eager", "compile", *(path.stem for path in solutions)]
         if len(set(names)) < len(names):
             raise Unusable(f"contenders are named by their files and must differ, got {names}; rename a file")
+    for problem, _ in plan if args.training else []:
+        if not any(p.requires_grad for p in problem.models({}, device, torch.float32)["eager"].parameters()):
+            raise Unusable(f"--training needs parameters, and {problem.name}'s Model has none to train; leave it out")
     report = {
         "environment": environment(device),
         "source_sha256": digest(ROOT / "model_new.py"),
@@ -1129,7 +1169,10 @@ def run(args):
     else:
         precisions = ["highest", "high"] if device == "cuda" and args.dtype == "float32" else ["highest"]
     if device == "cpu":
-        print("On the CPU: wall time, at a small batch size; the float32 precision switch means little here.\n")
+        print(
+            "On the CPU: wall time, at a small batch size; the float32 precision switch means little here, and where "
+            "others use the machine too, the intervals do not hold from one run to the next.\n"
+        )
     accepted = accepted_solutions(plan, precisions, device, args.batch_size, report)
     if args.gpus:
         for problem, _ in plan:
@@ -1147,7 +1190,6 @@ def run(args):
         if device == "cuda":
             kinds = {gemm_kind(name, p, args.dtype) for name in ("eager", "solution") for p in precisions}
             report["ceilings"] = measure_ceilings(kinds)
-        print(f"{ceilings_line(report['ceilings'])}\n")
         for problem, setting in planned_races(args, plan, precisions, device):
             paths = accepted[problem.name, setting["precision"]]
             if not paths:
@@ -1156,9 +1198,15 @@ def run(args):
             solutions = {name: solution_class(path) for name, path in paths.items()}
             with float32_precision(setting["precision"]), check.constants(problem.reference, setting["sizes"]):
                 rows, refused = measure(problem, solutions, setting, device, report["ceilings"])
+            first = not report["rows"]
+            if first:
+                print(f"{ceilings_line(report['ceilings'])}\n")
+            print_race(setting, rows)
+            if first:
+                print(f"{TABLE_LEGEND}\n")
+            print_refused(refused)
             report["rows"] += rows
             report["refused"] += refused
-            print_race(setting, rows, refused)
             save(report, args.json)
     save(report, args.json)
     if args.plot and report["rows"]:

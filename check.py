@@ -189,6 +189,11 @@ def to_device(inputs, device):
     return [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
+def with_other_strides(x):
+    """The values of ``x`` in the order of memory that its first and last dimension have when they are swapped."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
+
+
 def with_special_rows(x):
     """``x`` with NaN, +inf, -inf, both infinities, the largest float, a subnormal and zeros in a row each."""
     rows = x.flatten(1) if x.dim() > 1 else x[:, None]  # (rows, features)
@@ -201,6 +206,19 @@ def with_special_rows(x):
     rows[6:7] = 0
     rows[7:8] = math.inf
     return rows.reshape(x.shape)
+
+
+@contextlib.contextmanager
+def eval_mode(*models):
+    """``models`` in eval mode for a while."""
+    before = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, training in zip(models, before, strict=True):
+            model.train(training)
 
 
 # ---- Judging --------------------------------------------------------------------------------------------------------
@@ -460,10 +478,13 @@ class Stage:
             if "inputs" in request:
                 self.values = to_device(request["inputs"], self.device)
             outputs, deadline = [], time.monotonic() + SECONDS_FOR_CALLS
-            while len(outputs) < request.get("calls", 0) and not (outputs and time.monotonic() > deadline):
-                outputs.append(self.call(request, faults))
+            with eval_mode(*[self.model] if request.get("eval") else []):
+                while len(outputs) < request.get("calls", 0) and not (outputs and time.monotonic() > deadline):
+                    outputs.append(self.call(request, faults))
             if outputs and None not in outputs:
                 reply["outputs"] = outputs
+            if request.get("buffers"):
+                reply["buffers"] = {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
         except BaseException as error:  # SystemExit and KeyboardInterrupt are a solution's errors too
             reply["error"] = one_line(error, self.path)
         if "build" not in request and generator_states() != generators:
@@ -665,6 +686,7 @@ class Check:
         self.cases, self.notes, self.faults = [], [], []
         self.carried = None  # the distribution whose parameters the solution has now
         self.last = None  # (expected, output) of the case before
+        self.known = []  # the first values of parameters and inputs under each distribution, which fills them whole
 
     def run(self, solution):
         """All the cases. Raises SolutionFailed when the solution's process dies, CouldNotRun when there is no case."""
@@ -683,11 +705,17 @@ class Check:
             if not self.distribution(own, f"own, trial {trial + 1}", seed + trial, judged_by, accuracy=trial == 0):
                 return
         for distribution in others:
-            scaled = distribution.name == "scaled"  # tells rows and parameters apart
-            if scaled and self.carry(distribution):
+            scaled, wide = (distribution.name == name for name in ("scaled", "wide"))
+            if scaled and self.carry(distribution):  # tells rows and parameters apart
                 self.sizes(distribution)
-            if self.distribution(distribution, distribution.name, seed, accuracy=True) and scaled:
+            if wide and self.carry(distribution):  # tells wrong answers apart best
+                self.evaluation(distribution)
+            if not self.distribution(distribution, distribution.name, seed, accuracy=True, buffers=wide):
+                continue
+            if scaled:
                 self.changes()
+            if wide:
+                self.strides()
         self.odd_features(others[-1])
 
     def use(self, model):
@@ -707,11 +735,18 @@ class Check:
         self.faults.append(f"When it was {did}, it raised {reply['error']}{advice}.")
         return False
 
-    def distribution(self, distribution, name, seed, judged_by="float64", accuracy=False):
-        """A case under ``distribution``. False when the solution did not take its parameters."""
+    def distribution(self, distribution, name, seed, judged_by="float64", accuracy=False, buffers=False):
+        """A case under ``distribution``. False without one: its parameters are not taken, or its values known."""
         if not self.carry(distribution):
             return False
-        self.case(name, draw(self.problem, distribution, seed, self.rows, self.device), judged_by, accuracy)
+        inputs = draw(self.problem, distribution, seed, self.rows, self.device)
+        tensors = [v for v in (*self.model.parameters(), *inputs) if isinstance(v, torch.Tensor)]
+        values = [v.reshape(-1)[:1000].tolist() for v in tensors]
+        if distribution.name != "own" and values in self.known:  # as without parameters that it would change
+            self.notes.append(f"{name}: left out, as its parameters and inputs here are those of an earlier case.")
+            return False
+        self.known.append(values)
+        self.case(name, inputs, judged_by, accuracy, buffers=buffers)
         return True
 
     def carry(self, distribution):
@@ -741,6 +776,21 @@ class Check:
             special[first] = with_special_rows(special[first])
             self.case("NaN and infinite rows", special)
 
+    def evaluation(self, distribution):
+        """A case in eval mode, for parameters that have just been carried over.
+
+        Running statistics, which decide there, are then alike: later on, each side has had other calls.
+        """
+        inputs = draw(self.problem, distribution, self.options.seed, self.rows, self.device)
+        with eval_mode(self.model, self.oracle):
+            self.case("eval mode", inputs, eval=True, **(self.anew if self.options.same_seed else {}))
+
+    def strides(self):
+        """The case before again, with the same inputs in another order of memory, where they have one."""
+        inputs = each_float(self.inputs, with_other_strides)
+        if any(isinstance(x, torch.Tensor) and not x.is_contiguous() for x in inputs):
+            self.case("non-contiguous inputs", inputs)
+
     def changes(self):
         """The case before again, with inputs and then parameters changed: what is kept from it gets these wrong."""
         # The sum and the first element stay: a cache that looks at those only is no better than one that looks at none.
@@ -751,12 +801,15 @@ class Check:
                 "Under --same-seed the parameters stay as the seed makes them: their changes are not tried."
             )
             return
+        if not any(parameter.is_floating_point() for parameter in self.model.parameters()):
+            self.notes.append("There are no floating-point parameters: their changes are not tried.")
+            return
         for how, factor in ((".data.mul_", 0.5), ("copy_", 0.75), ("load_state_dict", 1.25), (".data =", 0.625)):
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     if parameter.is_floating_point():
                         parameter.mul_(factor)
-            self.use(self.model)
+            self.oracle.load_state_dict(self.model.state_dict())  # faster than a new copy
             self.case(f"weights by {how}", scale=how, factor=factor)
         self.carried = None
 
@@ -809,6 +862,7 @@ class Check:
         if "error" in reply:
             record["faults"].append(f"It raised {reply['error']}.")
         elif "outputs" in reply:
+            record["faults"] += self.stray_buffers(reply.get("buffers", {}))  # before judging calls the reference again
             self.judge(record, truth, reply["outputs"], accuracy, request)
         record["passed"] = not record["faults"]
         if not self.cases:
@@ -865,6 +919,20 @@ class Check:
             record["faults"] += self.reasons(truth, output, request)
         self.last = expected, output
 
+    def stray_buffers(self, buffers):
+        """A sentence when those of a solution's ``buffers`` that the reference saves too have other values there."""
+        exact, saved = dict(self.oracle.named_buffers()), self.model.state_dict()
+
+        def right(came, expected, exact):
+            if came.shape != expected.shape or not expected.is_floating_point():
+                return came.tolist() == expected.tolist()
+            truth = Truth(expected, exact, "float64", self.options.atol, self.options.rtol)
+            return truth.accepts(came.to(self.device))
+
+        both = buffers.keys() & exact.keys() & saved.keys()
+        if names := [name for name in both if not right(buffers[name], saved[name], exact[name])]:
+            yield f"After the call its buffers are not what the reference's are: {listed(names)}."
+
     def controls(self, expected):
         """The wrong answers that this case should refuse, an answer kept from the case before among them."""
         answers = wrong_answers(self.model, self.inputs, expected)
@@ -879,16 +947,22 @@ class Check:
             first = (truth.shares(output).flatten(1) > truth.limit).any(1).nonzero()[0].item()
             yield f"The first wrong one of these {len(output)} equal calls is number {first + 1}."
             return
-        again = self.last and self.last[1].shape == output.shape and torch.equal(self.last[1], output)
+        again = (  # which is a fault only where another result is due
+            self.last
+            and self.last[1].shape == output.shape
+            and torch.equal(self.last[1], output)
+            and not truth.accepts(self.last[0])
+        )
         if again and "scale" not in request:
             yield "It gave the result of the case before again: results are kept from one call to the next."
             return
         if truth.judged_by == "float64" and not torch.equal(output.isnan(), expected.isnan()):
             count = (output.isnan() != expected.isnan()).sum().item()
             yield f"{count} elements are NaN in one of solution and reference only."
-        if self.device == "cuda" and self.is_right(truth, synchronise=True):
+        mode = {"eval": request.get("eval", False)}
+        if self.device == "cuda" and self.is_right(truth, **mode, synchronise=True):
             yield "It is right only when the GPU is synchronised first: it does not follow the caller's stream."
-        elif self.cases and self.cases[-1]["passed"] and self.is_right(truth, **self.anew, **self.state()):
+        elif self.cases and self.cases[-1]["passed"] and self.is_right(truth, **mode, **self.anew, **self.state()):
             yield (
                 "It is right when it is built anew with these parameters: "
                 f"it keeps {'a result or ' if again else ''}something derived from its weights, which is stale."
@@ -1054,8 +1128,10 @@ def check(options, report):
     print(
         f"{rows} rows{f' of the {natural} of the problem' if rows != natural else ''}, "
         f'float32 matrix products at "{report["precision"]}" ({"--precision" if options.precision else "as set"}), '
-        f"atol {options.atol:g}, rtol {options.rtol:g}\n"
+        f"atol {options.atol:g}, rtol {options.rtol:g}"
     )
+    not_tested = ["On the CPU: a solution's GPU kernels do not run here."] if device == "cpu" else []
+    print(*not_tested, "", sep="\n")
     run = Check(options, problem, device, rows)
     solution = Solution(device, options.precision, options.timeout)
     try:
@@ -1065,7 +1141,7 @@ def check(options, report):
         run.faults.append(f"The solution did not survive: {failure}, {place}.")
     finally:
         solution.close()
-        report |= {"cases": run.cases, "faults": run.faults, "notes": run.notes}
+        report |= {"cases": run.cases, "faults": run.faults, "notes": not_tested + run.notes}
     failed = [r for r in run.cases if not r["passed"]]
     report["verdict"] = "wrong" if failed or run.faults else "right"
     if run.cases:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -48,8 +49,19 @@ SOLUTIONS = {
     "raises": "raise RuntimeError('no such kernel')",
     "wrong_in_odd_batches": "out = right(self, x) + x.shape[0] % 2",
     "remembers_by_pointer": "out = self.seen.setdefault(x.data_ptr(), right(self, x))",
+    "wrong_from_the_second_trial": "out = right(self, x) + wrong_trial(self, x)",
+    "loses_a_gradient": "self.linear1.bias.requires_grad_(False); out = right(self, x)",
     "sleeps": "out = right(self, x); time.sleep(0.2)",
 }
+HELPERS = """
+import time
+
+right = Base.forward
+
+def wrong_trial(self, x):
+    own = bool(x.min() >= 0 and x.max() < 1)
+    return own and not torch.equal(x, self.seen.setdefault("first", x.clone()))
+"""
 
 
 @pytest.fixture
@@ -59,7 +71,7 @@ def problem(tmp_path):
     for name, body in SOLUTIONS.items():
         forward = f"    def forward(self, x):\n        {body}\n        return out\n"
         setup = "    def __init__(self, *sizes):\n        super().__init__(*sizes)\n        self.seen = {}\n"
-        start = REFERENCE.replace("class Model", "class Base") + "\nimport time\nright = Base.forward\n"
+        start = REFERENCE.replace("class Model", "class Base") + HELPERS
         (tmp_path / f"{name}.py").write_text(f"{start}\nclass ModelNew(Base):\n{setup}\n{forward}")
     return bench.Problem(tmp_path)
 
@@ -342,7 +354,52 @@ def test_a_solution_with_another_layout_is_timed_when_built_from_the_same_seed(p
 def test_check_py_is_asked_before_a_solution_is_timed(problem, name, accepted):
     reason = bench.verify(problem, problem.folder / f"{name}.py", None, "cpu", 24, "highest")
     assert (reason is None) == accepted, reason
-    assert accepted or reason.startswith("check.py exited 1: ")
+
+
+def test_a_refusal_names_the_first_fault_of_any_trial_and_the_command_that_repeats_it(problem, monkeypatch):
+    monkeypatch.chdir(problem.folder)
+    reason = bench.verify(problem, problem.folder / "wrong_from_the_second_trial.py", None, "cpu", 24, "highest")
+    said, command = reason.split(" To repeat it: ")
+    assert said == "check.py exited 1: own, trial 2: 24 of 24 elements are off beyond the tolerance."
+    python, *words = shlex.split(command)
+    assert python == "python" and not any(os.path.isabs(word) for word in words)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 1 and "own, trial 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "check_py, said",
+    [
+        ("import sys; sys.exit('the last of its words')", "check.py exited 1: the last of its words. To repeat it: "),
+        ("raise SystemExit(3)", "check.py exited 3: no output. To repeat it: "),
+    ],
+)
+def test_a_check_that_breaks_down_is_a_reason_too(problem, monkeypatch, tmp_path, check_py, said):
+    (tmp_path / "check.py").write_text(check_py)
+    monkeypatch.setattr(bench.check, "__file__", str(tmp_path / "check.py"))
+    assert bench.verify(problem, problem.folder / "model_new.py", None, "cpu", 24, "highest").startswith(said)
+
+
+def test_a_solution_that_leaves_a_gradient_out_is_refused_in_training(problem, quick):
+    rows, refused = measure(problem, "model_new", "loses_a_gradient", mode="training")
+    assert refused == {"loses_a_gradient": "ValueError: must give 4 gradients, gives 3"} and "model_new" in rows
+
+
+def test_a_parameter_that_the_reference_does_not_use_needs_no_gradient(quick, tmp_path):
+    unused = REFERENCE.replace("super().__init__()", "super().__init__(); self.a = nn.Parameter(torch.ones(3))")
+    (tmp_path / "reference.py").write_text(unused)
+    (tmp_path / "model_new.py").write_text(unused.replace("class Model", "class ModelNew"))
+    rows, refused = measure(bench.Problem(tmp_path), "model_new", mode="training")
+    assert "model_new" in rows and not refused
+
+
+def test_training_without_parameters_is_one_sentence(quick, tmp_path, capsys):
+    sums = "import torch\n\nclass Model(torch.nn.Module):\n    forward = lambda self, x: x.sum(1)\n\n"
+    sums += "get_inputs = lambda: [torch.rand(24, 33)]\nget_init_inputs = lambda: []\n"
+    (tmp_path / "reference.py").write_text(sums)
+    (tmp_path / "model_new.py").write_text(sums.replace("Model(", "ModelNew("))
+    assert bench.main([str(tmp_path), "--device", "cpu", "--training"]) == 2
+    assert capsys.readouterr().err.startswith("bench.py: --training needs parameters")
 
 
 # Precision
@@ -396,7 +453,8 @@ def test_another_dtype_is_compared_with_the_reference_in_that_dtype(problem, qui
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["nowhere"], "PROBLEM_DIR must hold a reference.py"),
+        (["nowhere"], "a problem is a file or a folder with a reference.py"),
+        (["--reference", "nowhere.py"], "--reference must name a file"),
         (["--solution", "nowhere.py"], "the solution must be a file, nowhere.py is none"),
         (["--solution", "a/eager.py"], "the solution must be a file"),
         (["--device", "cuda", "--gpus", "99"], "99 NVIDIA GPU(s) are needed, PyTorch sees"),
@@ -429,6 +487,56 @@ def test_two_solutions_of_one_name_are_refused(problem, tmp_path, capsys):
     other.write_text("")
     assert bench.main([str(problem.folder), "--solution", str(problem.folder / "model_new.py"), str(other)]) == 2
     assert "rename a file" in capsys.readouterr().err
+
+
+@pytest.fixture
+def single_file(problem, tmp_path):
+    """A problem that is one file, in a folder of its own, and a solution elsewhere."""
+    path = tmp_path / "alone" / "45_Sums.v2.py"
+    path.parent.mkdir()
+    path.write_text(REFERENCE)
+    return ["--device", "cpu", "--reference", str(path)], str(problem.folder / "model_new.py")
+
+
+def test_a_problem_may_be_a_single_file_named_by_its_stem(single_file, quick, tmp_path):
+    arguments, solution = single_file
+    report = tmp_path / "report.json"
+    assert bench.main([*arguments, "--solution", solution, "--json", str(report)]) == 0
+    assert {row["problem"] for row in json.loads(report.read_text())["rows"]} == {"45_Sums.v2"}
+
+
+def test_check_py_gets_the_single_file(single_file):
+    arguments, solution = single_file
+    assert bench.verify(bench.Problem(arguments[-1]), Path(solution), None, "cpu", 24, "highest") is None
+    reason = bench.verify(bench.Problem(arguments[-1]), Path("nowhere.py"), None, "cpu", 24, "highest")
+    assert "There is no file nowhere.py" in reason and "45_Sums.v2.py --solution nowhere.py" in reason
+
+
+def test_a_single_file_without_its_solution_says_what_is_missing(single_file, capsys):
+    arguments, _ = single_file
+    assert bench.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert "no model_new.py lies beside" in err and "--solution" in err and err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        bench.main([*arguments, "gemm_divide_sum_scaling"])
+
+
+def test_what_the_columns_mean_is_said_once_and_only_where_there_is_a_table(problem, quick, monkeypatch, capsys):
+    arguments = [str(problem.folder), "--device", "cpu"]
+    assert bench.main([*arguments, "--training"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("95 % interval  ") == 2 and out.count(bench.TABLE_LEGEND) == out.count("no ceiling") == 1
+    assert out.index("wall ms") < out.index(bench.TABLE_LEGEND) < out.index(", training, ")
+    assert "the intervals do not hold from one run to the next" in out.splitlines()[0]
+    monkeypatch.setattr(bench, "verify", lambda *arguments: "wrong")
+    assert bench.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "no ceiling" not in out and bench.TABLE_LEGEND not in out
+
+
+def test_the_legend_explains_the_columns():
+    for word in ("20 %", "80 %", "wall ms", "eager itself may stray from float64 by more than the tolerance"):
+        assert word in bench.TABLE_LEGEND
 
 
 def test_sweep_and_training_add_rows_and_the_problems_own_size_comes_first(problem, quick, tmp_path):
@@ -635,6 +743,19 @@ def test_rewriting_the_readme_leaves_the_rest_alone_and_is_idempotent(tmp_path, 
         block = bench.readme_block(tmp_path / "results")
         assert readme.read_text() == f"before\n{bench.BEGIN}{block}{bench.END}after\n"
     assert "![gpu](results/gpu.png)" in block
+
+
+def test_the_readme_is_rewritten_without_matplotlib_and_the_pictures_stay(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "gpu.json").write_text(json.dumps(synthetic_report()))
+    (tmp_path / "results" / "gpu.png").write_text("a picture")
+    (tmp_path / "README.md").write_text(bench.BEGIN + bench.END)
+    assert bench.main(["--readme"]) == 0
+    assert "the pictures were left as they are" in capsys.readouterr().err
+    assert "GPU X" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "results" / "gpu.png").read_text() == "a picture"
 
 
 def test_the_readme_shows_what_results_holds():

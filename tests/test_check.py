@@ -29,6 +29,7 @@ REFUSED = {
     "ends_its_process": r"exited with code 0",
     "finishes_on_a_thread": r"work was left running",
     "hangs": r"no answer within 5 s",
+    "ignores_strides": r"non-contiguous inputs: .* elements are off",
     "leaves_output_unwritten": r"It left \d+ of 64 elements of its output unwritten",
     "linearises": r"scaled: .* elements are off",
     "loses_nan": r"NaN and infinite rows: .* elements are off",
@@ -48,6 +49,7 @@ REFUSED = {
     "spoils_the_pipe": r"it spoilt the pipe",
     "switches_tf32_on": r"the float32 precision of CUDA matrix products from \w+ to tf32",
     "wrong_after_the_first_calls": r"further calls: The first wrong one of these 20 equal calls is number \d",
+    "wrong_in_eval_mode": r"eval mode: .* elements are off",
     "wrong_in_odd_features": r"odd features: .* elements are off",
     "wrong_in_odd_rows": r"odd rows: .* elements are off",
 }
@@ -121,6 +123,29 @@ def test_accepts_honest_solutions(run_check, solution, capsys):
     assert (code, report["verdict"], faults) == (0, "right", [])
     assert accuracy(report, "wide") == ACCEPTED[solution]
     assert capsys.readouterr().out.splitlines()[-1].startswith("RIGHT: ")
+
+
+@pytest.mark.parametrize("solution, case", [("wrong_in_eval_mode", "eval mode"), ("ignores_strides", "non-contiguous")])
+def test_refuses_in_one_case_only_and_blames_nothing_else(run_check, solution, case):
+    """The mode is back, and the memory in order, in the cases that follow."""
+    for option in ([], ["--same-seed"]):
+        _, _, faults = run_check(solution, "--device", "cpu", *option)
+        assert len(faults) == 1 and faults[0].startswith(case), faults
+
+
+def test_what_raises_on_other_strides_is_wrong(run_check, tmp_path):
+    path = tmp_path / "solution.py"
+    path.write_text("from reference import Model\n\n\nclass ModelNew(Model):\n    def forward(self, x):\n")
+    path.write_text(path.read_text() + "        return super().forward(x.view(-1).view(x.shape))\n")
+    code, _, faults = run_check(path, "--device", "cpu")
+    assert code == 1 and len(faults) == 1 and has(faults, "^non-contiguous inputs: It raised RuntimeError"), faults
+
+
+def test_says_that_the_cpu_runs_no_gpu_kernels(run_check, capsys):
+    _, report, _ = run_check("honest_float64", "--device", "cpu")
+    sentence = "On the CPU: a solution's GPU kernels do not run here."
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == sentence and lines.count(sentence) == 1 and sentence in report["notes"]
 
 
 def test_refuses_another_layout_unless_built_from_the_same_seed(run_check):
@@ -208,6 +233,103 @@ def test_says_that_it_is_the_reference_that_is_off(puzzle, capsys):
     assert check.main([*arguments, "--oracle", "float64"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("RIGHT: ") and "Passed by float64 alone" in out
+
+
+NORMALISED = """
+import torch
+from torch import nn
+
+batch_size = 64
+
+
+class Model(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(features, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def get_inputs():
+    return [torch.rand(batch_size, 32)]
+
+
+def get_init_inputs():
+    return [32]
+
+
+class ModelNew(Model):
+    def forward(self, x):
+        {forward}
+"""
+
+
+@pytest.mark.parametrize("option", [[], ["--same-seed"]], ids=["state_dict", "same seed"])
+@pytest.mark.parametrize(
+    "forward, faults",
+    {
+        "return super().forward(x.double().float())": [],
+        "return [super().forward(x), self.norm.num_batches_tracked.zero_()][0]": ["norm.num_batches_tracked"],
+        "buffers = [b.clone() for b in self.buffers()]; out = super().forward(x); "
+        "[b.copy_(c) for b, c in zip(self.buffers(), buffers)]; return out": [
+            "norm.num_batches_tracked, norm.running_mean, norm.running_var"
+        ],
+    }.items(),
+    ids=["honest", "uncounted", "forgotten"],
+)
+def test_buffers_follow_the_references(tmp_path, run_check, forward, faults, option):
+    """Running statistics decide in eval mode; that the two sides have had other calls before must not."""
+    path = tmp_path / "normalised.py"
+    path.write_text(NORMALISED.format(forward=forward))
+    code, report, found = run_check(path, "--reference", str(path), "--device", "cpu", *option)
+    sentence = "wide: After the call its buffers are not what the reference's are: {}."
+    assert found == [sentence.format(names) for names in faults] and code == bool(faults)
+    assert "eval mode" in {case["case"] for case in report["cases"]}
+
+
+PRODUCT = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def forward(self, a, b):
+        return a @ b
+
+
+def get_inputs():
+    return {inputs}
+
+
+def get_init_inputs():
+    return []
+
+
+class ModelNew(Model):
+    def forward(self, a, b):
+        return super().forward(a, b) * {factor}
+"""
+
+
+def test_cases_that_differ_in_parameters_only_need_parameters(tmp_path, run_check):
+    path = tmp_path / "product.py"
+    path.write_text(PRODUCT.format(inputs="[torch.rand(64, 32), torch.rand(32, 16)]", factor=1))
+    code, report, faults = run_check(path, "--reference", str(path), "--device", "cpu")
+    assert (code, faults) == (0, [])
+    cases = [case["case"] for case in report["cases"]]
+    assert {"scaled", "wide", "eval mode", "same memory, new values"} <= set(cases)
+    assert "last weight N(0, 1)" not in cases and not any(case.startswith("weights") for case in cases)
+    assert has(report["notes"], "^last weight .*: left out") and has(report["notes"], "no floating-point parameters")
+
+
+@pytest.mark.parametrize("inputs", ["torch.rand(64, 32), torch.rand(32, 16)", "torch.ones(64, 32), torch.ones(32, 16)"])
+def test_the_same_wrong_answer_is_no_kept_result_where_the_same_is_due(tmp_path, run_check, inputs):
+    """Trials of equal inputs, and the cases that repeat the case before in other circumstances."""
+    path = tmp_path / "product.py"
+    path.write_text(PRODUCT.format(inputs=f"[{inputs}]", factor=1.01))
+    code, _, faults = run_check(path, "--reference", str(path), "--device", "cpu", "--trials", "2")
+    assert code == 1 and has(faults, "wide: .* elements are off") and not has(faults, "result of the case before")
 
 
 def test_precision_is_set_in_both_processes(run_check):
