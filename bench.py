@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -858,18 +859,15 @@ def draw(report, path):
     for axes, problem in zip(figure.subplots(len(problems), 3, squeeze=False), problems, strict=True):
         own = [row for row in report["rows"] if row["problem"] == problem]
         draw_bars(axes[0], axes[1], [row for row in own if not row["sweep"]])
-        draw_batches(axes[2], solutions_by_batch(own))
+        draw_batches(axes[2], solutions_inference(own))
     figure.suptitle(heading(report))
     figure.savefig(path, dpi=100)
 
 
-def solutions_by_batch(rows):
-    """The rows of a sweep that say something: the solutions' inference at every batch size."""
-    return [row for row in solutions_inference(rows) if not row.get("sizes")]
-
-
-def solutions_inference(rows):
-    return [row for row in rows if row["mode"] == "inference" and row["contender"] not in ("eager", "compile")]
+def solutions_inference(rows, sized=False):
+    """What a sweep is about: the rows of the solutions' inference, at all batch sizes or, ``sized``, at other sizes."""
+    telling = [row for row in rows if row["mode"] == "inference" and row["contender"] not in ("eager", "compile")]
+    return [row for row in telling if bool(row.get("sizes")) == sized]
 
 
 def heading(report):
@@ -912,6 +910,15 @@ README_TITLES = ["contender", "ms", "speed-up", "95 % interval", "rms error", "o
 README_TITLES += ["TFLOP/s", "of the ceiling", "extra MiB"]
 
 
+BATCH_SWEEP_TITLES = {title: itemgetter(title) for title in ("problem", "contender", "precision")}
+SIZES_TITLES = {title: SETTING_COLUMNS[title] for title in ("problem", "batch")}
+SIZES_TITLES |= {"sizes": lambda row: " -> ".join(map(str, row["sizes"].values()))}
+
+
+def contender_of(row):
+    return f'{row["contender"]}, "{row["precision"]}"'
+
+
 def is_telling(row):
     """Whether README.md shows the row: inference, the first problem's training, its inference by torch.compile."""
     first, training = row["problem"] == "gemm_sigmoid_logsumexp", row["mode"] == "training"
@@ -920,28 +927,17 @@ def is_telling(row):
     return first or not training
 
 
-def sweep_lines(rows):
-    """Speed-up over eager, a line for each solution and precision, a column for each batch size, as markdown."""
-    names = ("problem", "contender", "precision")
-    series = {}  # (problem, contender, precision) -> {batch: speed-up}
-    for row in rows:
-        series.setdefault(tuple(row[name] for name in names), {})[row["batch"]] = row["speedup_vs_eager"]
-    columns = {name: lambda line, i=i: line[0][i] for i, name in enumerate(names)}
-    for batch in sorted({row["batch"] for row in rows}):
-        columns[str(batch)] = lambda line, batch=batch: shown(line[1].get(batch), "{:.2f}")
-    return markdown_table(columns, series.items())
+def speedup_lines(rows, titles, column_of):
+    """Speed-up over eager as markdown: a line for each set of what ``titles``, title -> row -> text, give of the rows.
 
-
-def sizes_lines(rows):
-    """Speed-up over eager, a line for each sizes, a column for each solution and precision, as markdown."""
-    lines = {}  # (problem, batch, sizes) -> {(contender, precision): speed-up}
+    A column for each ``column_of(row)``.
+    """
+    lines = {}  # the texts of a line -> {column: speed-up}
     for row in rows:
-        sizes = " -> ".join(map(str, row["sizes"].values()))
-        lines.setdefault((row["problem"], row["batch"], sizes), {})[row["contender"], row["precision"]] = row
-    columns = {title: lambda line, i=i: str(line[0][i]) for i, title in enumerate(("problem", "batch", "sizes"))}
-    for key in dict.fromkeys(key for line in lines.values() for key in line):
-        ratio = lambda line, key=key: shown(line[1].get(key) and line[1][key]["speedup_vs_eager"], "{:.2f}")
-        columns[f'{key[0]}, "{key[1]}"'] = ratio
+        lines.setdefault(tuple(text(row) for text in titles.values()), {})[column_of(row)] = row["speedup_vs_eager"]
+    columns = {title: lambda line, i=i: line[0][i] for i, title in enumerate(titles)}
+    for column in dict.fromkeys(map(column_of, rows)):
+        columns[column] = lambda line, column=column: shown(line[1].get(column), "{:.2f}")
     return markdown_table(columns, lines.items())
 
 
@@ -960,10 +956,12 @@ def readme_block(folder):
             lines += [*markdown_table(columns, filter(is_telling, main)), ""]
         if len(main) < len(report["rows"]):
             lines += ["Speed-up over eager, inference, by batch size:", ""]
-            lines += [*sweep_lines(solutions_by_batch(report["rows"])), ""]
-        sized = [row for row in solutions_inference(report["rows"]) if row.get("sizes")]
+            swept = sorted(solutions_inference(report["rows"]), key=lambda row: row["batch"])
+            lines += [*speedup_lines(swept, BATCH_SWEEP_TITLES, SETTING_COLUMNS["batch"]), ""]
+        sized = solutions_inference(report["rows"], sized=True)
         if sized:
-            lines += ["Speed-up over eager, inference, at other sizes:", "", *sizes_lines(sized), ""]
+            lines += ["Speed-up over eager, inference, at other sizes:", ""]
+            lines += [*speedup_lines(sized, SIZES_TITLES, contender_of), ""]
         if report["throughput"]:
             lines += [*markdown_table(THROUGHPUT_COLUMNS, report["throughput"]), ""]
         for build in report["builds"]:

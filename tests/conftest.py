@@ -89,6 +89,13 @@ def check_match(actual, expected, tolerance=1e-4):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def check_close_to_largest(actual, expected, tolerance=1e-4, **options):
+    """Asserts the same to within ``tolerance`` of each element and of the largest one."""
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item(), **options
+    )
+
+
 def outcome(function, *arguments):
     """What a call comes to: its result, or the exception that it raises."""
     try:

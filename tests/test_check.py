@@ -133,10 +133,16 @@ def test_refuses_in_one_case_only_and_blames_nothing_else(run_check, solution, c
         assert len(faults) == 1 and faults[0].startswith(case), faults
 
 
+def that_returns(folder, expression):
+    """The file of a solution whose ``forward(self, x)`` returns that expression."""
+    path = folder / "solution.py"
+    start = "from reference import Model\n\n\nclass ModelNew(Model):\n    def forward(self, x):\n"
+    path.write_text(f"{start}        return {expression}\n")
+    return path
+
+
 def test_what_raises_on_other_strides_is_wrong(run_check, tmp_path):
-    path = tmp_path / "solution.py"
-    path.write_text("from reference import Model\n\n\nclass ModelNew(Model):\n    def forward(self, x):\n")
-    path.write_text(path.read_text() + "        return super().forward(x.view(-1).view(x.shape))\n")
+    path = that_returns(tmp_path, "super().forward(x.view(-1).view(x.shape))")
     code, _, faults = run_check(path, "--device", "cpu")
     assert code == 1 and len(faults) == 1 and has(faults, "^non-contiguous inputs: It raised RuntimeError"), faults
 
@@ -393,9 +399,7 @@ def test_a_solution_that_ends_before_the_first_case_is_wrong(run_check, tmp_path
 
 
 def test_nan_is_as_wrong_as_an_answer_can_be(run_check, tmp_path, capsys):
-    path = tmp_path / "solution.py"
-    path.write_text("from reference import Model\n\n\nclass ModelNew(Model):\n    def forward(self, x):\n")
-    path.write_text(path.read_text() + "        return super().forward(x) * float('nan')\n")
+    path = that_returns(tmp_path, "super().forward(x) * float('nan')")
     code, report, _ = run_check(path, "--device", "cpu")
     assert code == 1 and accuracy(report, "wide") == "wrong" and report["cases"][0]["solution_rms"] == "inf"
     assert "\nAccuracy: wrong" in capsys.readouterr().out

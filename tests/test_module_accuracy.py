@@ -102,6 +102,11 @@ def check_as_good_as_float32(new, model, x):
         assert not (ratio > ROUNDINGS).any(), f"{name} is off by {ratio.max():.1f} roundings, allowed {ROUNDINGS}"
 
 
+def small():
+    """The reference, ``ModelNew`` and x, of sizes that are no multiples of 8."""
+    return *make_pair(130, 67, 35, device=GPU), make_input(37, 130, GPU)
+
+
 def spanning(rows, cols, octaves, seed, largest=3.0):
     """A matrix whose rows' elements span that many powers of two, evenly, from ``largest`` down."""
     generator = torch.Generator().manual_seed(seed)
@@ -115,17 +120,15 @@ def spanning(rows, cols, octaves, seed, largest=3.0):
 def test_rows_that_span_many_magnitudes(hold, split, where, octaves):
     """Products of a row's small elements are as exact as float32's, though a neighbour is larger by far."""
     hold(split)
-    batch, input_size, hidden, output = 37, 130, 67, 35
-    model, new = make_pair(input_size, hidden, output, device=GPU)
-    x = make_input(batch, input_size, GPU)
+    model, new, x = small()
     with torch.no_grad():
         for module in model, new:
             if where in ("weight1", "all"):
-                module.linear1.weight.copy_(spanning(hidden, input_size, octaves, 3))
+                module.linear1.weight.copy_(spanning(*module.linear1.weight.shape, octaves, 3))
             if where in ("weight2", "all"):
-                module.linear2.weight.copy_(spanning(output, hidden, octaves, 4, largest=50))
+                module.linear2.weight.copy_(spanning(*module.linear2.weight.shape, octaves, 4, largest=50))
     if where in ("x", "all"):
-        x = spanning(batch, input_size, octaves, 5).to(GPU)
+        x = spanning(*x.shape, octaves, 5).to(GPU)
     check_as_good_as_float32(new, model, x)
 
 
@@ -135,9 +138,7 @@ def test_rows_that_span_many_magnitudes(hold, split, where, octaves):
 def test_a_large_element_that_meets_zero(hold, split, where, gap):
     """One element of each row is larger by ``gap``, and meets zeros: the rest alone decides, to float32's accuracy."""
     hold(split)
-    batch, input_size, hidden, output = 37, 130, 67, 35
-    model, new = make_pair(input_size, hidden, output, device=GPU)
-    x = make_input(batch, input_size, GPU)
+    model, new, x = small()
     with torch.no_grad():
         for module in model, new:
             weight1, weight2 = module.linear1.weight, module.linear2.weight
@@ -178,8 +179,7 @@ SPECIAL = {
 @pytest.mark.parametrize("where", ["x", "weight1", "weight2"])
 def test_special_values(hold, split, where, special):
     hold(split)
-    model, new = make_pair(130, 67, 35, device=GPU)
-    x = make_input(37, 130, GPU)
+    model, new, x = small()
     with torch.no_grad():
         for module in model, new:
             if where != "x":
