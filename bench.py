@@ -662,7 +662,7 @@ def measure_build(problem, path):
         raise Unusable(str(reason)) from None
     # PyTorch looks for a CUDA toolkit only, our solutions also for the pip packages: their compiler and their headers.
     folders = [Path(folder) for folder in model_new._pip_folders()]
-    headers = [path for pattern in ("*/include", "*/include/cccl") for f in folders for path in f.glob(pattern)]
+    headers = [path for pattern in model_new._PIP_HEADERS for folder in folders for path in folder.glob(pattern)]
     headers = filter(None, [*map(str, headers), os.environ.get("CPLUS_INCLUDE_PATH")])
     toolkit = {"CUDA_HOME": str(nvcc.parent.parent), "CPLUS_INCLUDE_PATH": os.pathsep.join(headers)}
     builds = {"empty": ([EMPTY_BUILD], toolkit), path.stem: ([SOLUTION_BUILD, ROOT, path], {})}

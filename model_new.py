@@ -54,7 +54,8 @@ struct Operand {
   float *scale, *doubt;
 };
 
-// A weight and its bias, and what `split_weights` makes of them; padded sizes are multiples of 8, pads hold zeros.
+// A weight and its bias, and what `split` makes of them; padded sizes are multiples of 8. Pad columns hold
+// zeros, pad rows repeat the first.
 struct Weight {
   const float* matrix;  // (rows, cols), contiguous
   const float* bias;    // (rows)
@@ -62,19 +63,20 @@ struct Weight {
   Operand operand;                 // of padded_rows
   float* padded_bias;              // (padded_rows)
   float *half_sum, *centred_bias;  // (padded_rows), W2 only: half a row's sum, which is due where h is less 1/2
-  float* largest;  // (2): of all rows, the doubt and, W2 only, the ratio of the largest to the mean magnitude
+  float* largest;  // (2): of all rows, the doubt; W1's scale, W2's ratio of the largest to the mean magnitude
 };
 
-// The first product of a slice: z without its bias, in raw accumulators or, where repaired, in true units, until
-// `bias_sigmoid` puts h in its place where it is to be kept.
+// The first product of a slice: z without its bias, in raw accumulators / `unit` or, where repaired, in true units.
+// `bias_sigmoid` puts in its place h's operand, if it is `half`, or h, where that is to be kept.
 struct Hidden {
-  float* product;  // (batch, weight.padded_rows)
+  void* product;  // (batch, weight.padded_rows), float16 if `half`, else float32
+  bool half;
+  float unit, correction;  // `correction`: for what the tensor cores truncate
   Rows x;
   Operand operand;  // of x
-  float correction;
-  bool* repaired;  // (batch)
-  float* slope;    // (batch), where h is to be kept, else null: a power of two above every h (1 - h) of the row, or 0
-  Weight weight;   // W1
+  bool* repaired;   // (batch)
+  float* slope;     // (batch), where h is to be kept, else null: a power of two above every h (1 - h) of the row, or 0
+  Weight weight;    // W1
 };
 
 // What each row of the batch weighs in the gradients.
@@ -89,8 +91,7 @@ struct Scales {
 
 constexpr float kUpP = 0x1p14f;  // what the softmax is multiplied by in the gradients' operands
 
-cudaError_t split_rows(int parts, Rows rows, Operand operand, cudaStream_t stream);
-cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream);
+cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream);
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest, Operand operand, bool* centred,
                          cudaStream_t stream);
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
@@ -137,12 +138,11 @@ constexpr int kExponent = 15;   // scaled magnitudes stay below 2^15: float16 ho
 constexpr float kShift = 64.f;  // what lo gains and hi gives in the small products
 constexpr int kExponentRange = 60;  // beyond, the scales themselves could over- or underflow
 constexpr int kThreads = 128;
-constexpr int kGroup = 4;     // elements a thread handles at once: 16 bytes of float32
-constexpr int kChunk = 4096;  // columns of a row that a block keeps in registers
-constexpr int kSigmoidThreads = 256;
-template <int kParts>
-constexpr int kSigmoidBlocks = kParts == 3 ? 4 : 5;  // on a multiprocessor
-constexpr int kSweep = 4;                            // groups a thread reads before it waits for the first
+constexpr int kGroup = 4;  // elements a thread handles at once: 16 bytes of float32
+constexpr int kSweep = 4;  // groups a thread reads before it waits for the first
+template <int kBytes>
+constexpr int kSigmoidBlocks = kBytes == 4 ? 7 : 9;  // on a multiprocessor, whose registers they fill
+constexpr int kLongest = 4096;                       // columns of a row that a block of bias_sigmoid keeps in registers
 
 template <int kParts>
 struct Precision {
@@ -198,6 +198,13 @@ __device__ void load_vector(float (&v)[kGroup], const float* from) {
   v[0] = loaded.x, v[1] = loaded.y, v[2] = loaded.z, v[3] = loaded.w;
 }
 
+__device__ void load_vector(float (&v)[kGroup], const __half* from) {
+  const uint2 loaded = *reinterpret_cast<const uint2*>(from);
+  const float2 first = __half22float2(reinterpret_cast<const __half2&>(loaded.x));
+  const float2 second = __half22float2(reinterpret_cast<const __half2&>(loaded.y));
+  v[0] = first.x, v[1] = first.y, v[2] = second.x, v[3] = second.y;
+}
+
 __device__ void store_vector(float* to, const float (&v)[kGroup]) {
   *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
 }
@@ -212,14 +219,8 @@ __device__ void load_group(float (&v)[kGroup], const float* row, int start, int 
   }
 }
 
-// A chunk's share of one of `kBlock` threads: so many groups, and the column at which one starts. A warp's are
-// neighbours.
-template <int kBlock>
-constexpr int kGroups = kChunk / kBlock / kGroup;
-template <int kBlock>
-__device__ int group_start(int chunk, int g) {
-  return chunk + (g * kBlock + threadIdx.x) * kGroup;
-}
+// Where a thread's group g of a chunk starts; a warp's are neighbours.
+__device__ int group_start(int chunk, int g) { return chunk + (g * kThreads + threadIdx.x) * kGroup; }
 
 // Written as assembly because the compiler makes two stores of one of them.
 __device__ void store_halves(__half* to, const __half2 (&v)[kGroup / 2]) {
@@ -246,26 +247,27 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
   store_halves(row + (kParts - 1) * padded + start, hi);
 }
 
-// Splits row r, of a weight or not, which holds `cols` float32 and beyond them zeros. A scale is a power of two with
-// three parts. `half_sum` is half the row's sum and `*ratio` that of its largest to its mean magnitude, where asked
-// for. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts written an element.
+// Splits row `from` into row r of an operand, of a weight or not; beyond its end come zeros. A scale is a power of two
+// with three parts. `half_sum` is half the row's sum and `*ratio` that of its largest to its mean magnitude, where
+// asked for. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts written an element.
 template <int kParts, bool kWeight>
-__device__ void split_row(Rows rows, int64_t r, int cols, Operand operand, float* half_sum, float* ratio) {
-  const float* row = rows.data + r * rows.stride;
+__device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, float* half_sum, float* ratio) {
+  const float* row = rows.data + from * rows.stride;
+  const int cols = rows.cols;
   __half* split = operand.data + r * kParts * rows.padded;
   const bool is_aligned = aligned(rows.data, rows.stride);
-  float v[kGroups<kThreads>][kGroup];
+  float v[kSweep][kGroup];
+  constexpr int kFit = kThreads * kSweep * kGroup;
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
-    for (int g = 0; g < kGroups<kThreads>; ++g)
-      load_group(v[g], row, group_start<kThreads>(chunk, g), cols, is_aligned);
+    for (int g = 0; g < kSweep; ++g) load_group(v[g], row, group_start(chunk, g), cols, is_aligned);
   };
   float largest = 0.f;
   double sum = 0, magnitude = 0;
-  for (int chunk = 0; chunk < rows.padded; chunk += kChunk) {
+  for (int chunk = 0; chunk < rows.padded; chunk += kFit) {
     load_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kGroups<kThreads>; ++g)
+    for (int g = 0; g < kSweep; ++g)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         largest = Max()(largest, fabsf(v[g][i]));
@@ -278,11 +280,11 @@ __device__ void split_row(Rows rows, int64_t r, int cols, Operand operand, float
   const float up =
       kParts == 1 && finite && largest > 0x1p-100f ? 0x1p14f / largest : ldexpf(1.f, min(kExponent - exponent, 126));
   int tiny = 0;
-  for (int chunk = 0; chunk < rows.padded; chunk += kChunk) {
-    if (rows.padded > kChunk) load_chunk(chunk);
+  for (int chunk = 0; chunk < rows.padded; chunk += kFit) {
+    if (rows.padded > kFit) load_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kGroups<kThreads>; ++g) {
-      const int start = group_start<kThreads>(chunk, g);
+    for (int g = 0; g < kSweep; ++g) {
+      const int start = group_start(chunk, g);
       if (start >= rows.padded) continue;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -306,69 +308,74 @@ __device__ void split_row(Rows rows, int64_t r, int cols, Operand operand, float
   }
 }
 
-// One block a row.
+// Splits W1 and W2, whose pad rows repeat row 0, which changes no fact of a row of their products, and rows; one block
+// a row of each. Largest values of all rows of a weight meet by atomicMax, which floats >= 0 allow, as they order like
+// the integers of the same bits, and which gives the same whatever the order.
 template <int kParts>
-__global__ void __launch_bounds__(kThreads) split_rows_kernel(Rows rows, Operand operand) {
+__global__ void __launch_bounds__(kThreads) split_kernel(Weight w1, Weight w2, Rows rows, Operand operand) {
   wait_for_stream();
-  split_row<kParts, false>(rows, blockIdx.x, rows.cols, operand, nullptr, nullptr);
-}
-
-// Splits W1 and W2, one block a row of either; pad rows become zeros. Largest values of all rows meet by atomicMax,
-// which floats >= 0 allow, as they order like the integers of the same bits, and which gives the same whatever the
-// order.
-template <int kParts>
-__global__ void __launch_bounds__(kThreads) split_weights_kernel(Weight w1, Weight w2) {
-  wait_for_stream();
+  const int64_t after = int64_t{blockIdx.x} - w1.padded_rows - w2.padded_rows;
+  if (after >= 0) {
+    split_row<kParts, false>(rows, after, after, operand, nullptr, nullptr);
+    return;
+  }
   const bool second = blockIdx.x >= w1.padded_rows;
   const Weight w = second ? w2 : w1;
-  const int64_t r = blockIdx.x - (second ? w1.padded_rows : 0);
+  const int64_t r = blockIdx.x - (second ? w1.padded_rows : 0), from = r < w.rows ? r : 0;
   float ratio;  // thread 0's
-  const bool inside = r < w.rows;
-  split_row<kParts, true>({w.matrix, w.rows, w.cols, w.cols, w.padded_cols}, r, inside ? w.cols : 0, w.operand,
+  split_row<kParts, true>({w.matrix, w.rows, w.cols, w.cols, w.padded_cols}, from, r, w.operand,
                           second ? w.half_sum + r : nullptr, &ratio);
   if (threadIdx.x == 0) {
-    w.padded_bias[r] = inside ? w.bias[r] : 0.f;
+    w.padded_bias[r] = w.bias[from];
     if (second) w.centred_bias[r] = w.padded_bias[r] + w.half_sum[r];
     atomicMax(reinterpret_cast<int*>(w.largest), __float_as_int(w.operand.doubt[r]));
-    if (second) atomicMax(reinterpret_cast<int*>(w.largest + 1), __float_as_int(ratio));
+    atomicMax(reinterpret_cast<int*>(w.largest + 1), __float_as_int(second ? ratio : w.operand.scale[r]));
   }
 }
 
 // ---- Epilogues --------------------------------------------------------------------------------------------
 
+// An element of a product, which may be float16; what is finite stays so.
+__device__ float load(const float* from) { return *from; }
+__device__ float load(const __half* from) { return __half2float(*from); }
+__device__ void store(float* to, float value) { *to = value; }
+__device__ void store(__half* to, float value) {
+  *to = __float2half_rn(fabsf(value) <= FLT_MAX ? fminf(fmaxf(value, -65504.f), 65504.f) : value);
+}
+
 // Whether a raw accumulator may be further from the product than float32's would be.
 __device__ bool in_doubt(float raw, float doubt) { return doubt > 0.f && !(fabsf(raw) > doubt); }
 
-// Where an element of a product's row (raw accumulators) is in doubt, puts the whole row into true units, those
+// Where an element of a product's row (raw accumulators / unit) is in doubt, puts the whole row into true units, those
 // elements computed anew in float32, and returns true. The block's warps take 32 columns at a time; for each element in
-// doubt a warp takes the dot product of the row that was split, `operand(k)`, and the weight's row. `centred`: it was
-// split less 1/2.
-template <typename Row>
-__device__ bool repair_row(float* product, float row_scale, float row_doubt, bool centred, const Row& operand,
-                           const Weight& weight) {
+// doubt a warp takes the dot product of the row that was split, `operand(k, w)`, and the weight's row, w. `centred`: it
+// was split less 1/2.
+template <typename Product, typename Row>
+__device__ bool repair_row(Product* product, float unit, float row_scale, float row_doubt, bool centred,
+                           const Row& operand, const Weight& weight) {
   if (!(row_doubt + weight.largest[0] > 0.f)) return false;
   bool any = false;
   for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x)
-    any |= in_doubt(product[j], row_doubt + weight.operand.doubt[j]);
+    any |= in_doubt(load(product + j) * unit, row_doubt + weight.operand.doubt[j]);
   if (!any_of_row(any)) return false;
   const int lane = threadIdx.x % 32;
   if (threadIdx.x < weight.padded_rows - weight.rows)
-    product[weight.rows + threadIdx.x] = 0.f;  // an infinity's products with nothing
+    store(product + weight.rows + threadIdx.x, 0.f);  // an infinity's products with nothing
   for (int64_t base = threadIdx.x - lane; base < weight.rows; base += blockDim.x) {
     const int64_t j = base + lane;
     const bool inside = j < weight.rows;
-    const float raw = inside ? product[j] : 0.f;
+    const float raw = inside ? load(product + j) * unit : 0.f;
     float value = inside ? raw * row_scale * weight.operand.scale[j] + (centred ? weight.half_sum[j] : 0.f) : 0.f;
     for (unsigned left = __ballot_sync(~0u, inside && in_doubt(raw, row_doubt + weight.operand.doubt[j])); left;
          left &= left - 1) {
       const int owner = __ffs(left) - 1;
       const float* row = weight.matrix + (base + owner) * weight.cols;
       float dot = 0.f;
-      for (int64_t k = lane; k < weight.cols; k += 32) dot = fmaf(operand(k), row[k], dot);
+      for (int64_t k = lane; k < weight.cols; k += 32) dot = fmaf(operand(k, row[k]), row[k], dot);
       for (int offset = 16; offset > 0; offset /= 2) dot += __shfl_xor_sync(~0u, dot, offset);
       if (lane == owner) value = dot;
     }
-    if (inside) product[j] = value;
+    if (inside) store(product + j, value);
   }
   sync_row();
   return true;
@@ -387,101 +394,115 @@ __device__ float sigmoid(float z) {
   return h;
 }
 
-// What decides how a row of z is treated: its lowest, the one nearest to 0, and how many are above 0.
+// What decides how a row is treated: the smallest magnitude of its product, the lowest h, the z nearest to 0, and the
+// sum of h.
 struct RowFacts {
-  float lowest, nearest;
-  int above;
+  float smallest = INFINITY, lowest = INFINITY, nearest = INFINITY, sum = 0.f;
 
   __device__ void add(RowFacts other) {
-    lowest = fminf(lowest, other.lowest), nearest = fminf(nearest, other.nearest), above += other.above;
+    smallest = fminf(smallest, other.smallest), lowest = fminf(lowest, other.lowest);
+    nearest = fminf(nearest, other.nearest), sum += other.sum;
   }
 };
 
-__device__ RowFacts block_reduce(RowFacts facts) {  // with one barrier; once a kernel
-  __shared__ RowFacts partial[kSigmoidThreads / 32];
-  for (int offset = 16; offset > 0; offset /= 2)
-    facts.add({__shfl_xor_sync(~0u, facts.lowest, offset), __shfl_xor_sync(~0u, facts.nearest, offset),
-               __shfl_xor_sync(~0u, facts.above, offset)});
+__device__ RowFacts shuffle_reduce(RowFacts facts, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2)
+    facts.add({__shfl_xor_sync(~0u, facts.smallest, offset), __shfl_xor_sync(~0u, facts.lowest, offset),
+               __shfl_xor_sync(~0u, facts.nearest, offset), __shfl_xor_sync(~0u, facts.sum, offset)});
+  return facts;
+}
+
+__device__ RowFacts block_reduce(RowFacts facts) {  // with one barrier; another must come before the next time
+  constexpr int kWarps = kThreads / 32;
+  __shared__ RowFacts partial[kWarps];
+  facts = shuffle_reduce(facts, 32);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = facts;
   __syncthreads();
-  facts = partial[0];
-  for (int warp = 1; warp < kSigmoidThreads / 32; ++warp) facts.add(partial[warp]);
-  return facts;
+  return shuffle_reduce(partial[threadIdx.x % kWarps], kWarps);
 }
 
 // h = sigmoid(z + b1) of one row of the first product, split as the second product's operand. h may be taken less 1/2
 // ("centred"), which shortens the second product's sums: where the whole row is above 1/8, so that abs(h - 1/2) <= 3 h
-// and nothing is lost; in the tf32 form also where a third of the row is above 1/2 and no row of W2 is dominated by a
-// few elements. One block a row, in registers where it fits: 4 bytes read, 2 * kParts written an element, and 4 more
-// where h is kept in float32 for the gradients, in z's place.
-template <int kParts>
-__global__ void __launch_bounds__(kSigmoidThreads, kSigmoidBlocks<kParts>)
+// and nothing is lost; in the tf32 form also where the squares of h - 1/2 sum to less than those of h, and no row of W2
+// is dominated by a few elements. One block a row, in registers where it fits: 4 bytes read, 2 of a float16 product,
+// 2 * kParts written an element, and 4 more where h is kept in float32 for the gradients, in z's place.
+//
+// The rows that the product wrote last are still in the L2 cache, so they come first.
+template <int kParts, typename Product, bool kFits>
+__global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
     bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ next_largest, Operand operand,
                         bool* __restrict__ centred) {
   wait_for_stream();
   const Weight& weight = hidden.weight;
-  const int64_t r = blockIdx.x;
-  const int cols = weight.rows, padded = weight.padded_rows;
-  float* row = hidden.product + r * padded;
-  constexpr int kCount = kGroups<kSigmoidThreads>;
-  float z[kCount][kGroup];
-  // The loads of a chunk all start before the first is waited for; beyond the row's end the last group is read again.
-  const auto load_chunk = [&](int chunk) {
+  const int64_t r = gridDim.x - 1 - blockIdx.x;
+  const int padded = weight.padded_rows;
+  Product* row = static_cast<Product*>(hidden.product) + r * padded;
+  const float raw_scale = hidden.operand.scale[r] * hidden.correction, row_scale = raw_scale * hidden.unit;
+  constexpr int kCount = kFits ? kLongest / kThreads / kGroup : 2, kChunk = kCount * kThreads * kGroup;
+  constexpr bool kKeeps = sizeof(Product) == sizeof(float);
+  float h[kCount][kGroup];
+  RowFacts facts;
+  bool repaired = false;
+  const auto h_of_chunk = [&](int chunk) {
+    unsigned start[kCount];  // beyond the row's end the last group is read again
 #pragma unroll
-    for (int g = 0; g < kCount; ++g)
-      load_vector(z[g], row + min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup));
-  };
-  load_chunk(0);
-  const float row_scale = hidden.operand.scale[r] * hidden.correction;
-  const auto x_element = [&](int64_t k) { return hidden.x.data[r * hidden.x.stride + k]; };
-  const bool repaired = repair_row(row, row_scale, hidden.operand.doubt[r], false, x_element, weight);
-  if (repaired) load_chunk(0);
-  const auto scale_chunk = [&](int chunk) {  // pad columns have neither scale nor bias: z is 0 there
-    float scale[kGroup], bias[kGroup];
+    for (int g = 0; g < kCount; ++g) {  // all start before the first is waited for
+      start[g] = min(group_start(chunk, g), padded - kGroup);
+      load_vector(h[g], row + start[g]);
+    }
+    const float factor = repaired ? 0.f : row_scale, alone = repaired ? 1.f : 0.f;
 #pragma unroll
     for (int g = 0; g < kCount; ++g) {
-      const int start = min(group_start<kSigmoidThreads>(chunk, g), padded - kGroup);
-      load_vector(scale, weight.operand.scale + start);
-      load_vector(bias, weight.padded_bias + start);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], repaired ? 1.f : row_scale * scale[i], bias[i]);
-    }
-  };
-  RowFacts facts{INFINITY, INFINITY, 0};
-  for (int chunk = 0; chunk < padded; chunk += kChunk) {
-    if (chunk > 0) load_chunk(chunk);
-    scale_chunk(chunk);
-#pragma unroll
-    for (int g = 0; g < kCount; ++g)
+      float scale[kGroup], bias[kGroup], sum = 0.f;
+      load_vector(scale, weight.operand.scale + start[g]);
+      load_vector(bias, weight.padded_bias + start[g]);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        facts.lowest = fminf(facts.lowest, z[g][i]);
-        if (hidden.slope && group_start<kSigmoidThreads>(chunk, g) + i < cols)
-          facts.nearest = fminf(facts.nearest, fabsf(z[g][i]));
-        if (kParts == 1) facts.above += group_start<kSigmoidThreads>(chunk, g) < padded && z[g][i] > 0.f;
+        facts.smallest = fminf(facts.smallest, fabsf(h[g][i]));
+        const float z = fmaf(h[g][i], fmaf(factor, scale[i], alone), bias[i]);
+        if (kKeeps && hidden.slope) facts.nearest = fminf(facts.nearest, fabsf(z));
+        h[g][i] = sigmoid(z);
+        facts.lowest = fminf(facts.lowest, h[g][i]);
+        sum += h[g][i];
       }
+      if (kParts == 1 && group_start(chunk, g) < padded) facts.sum += sum;
+    }
+  };
+  for (bool checked = false;; checked = true) {
+    facts = {};
+    if (kFits) h_of_chunk(0);
+    else
+      for (int chunk = 0; chunk < padded; chunk += kChunk) h_of_chunk(chunk);
+    facts = block_reduce(facts);
+    if (checked) break;
+    float doubt = hidden.operand.doubt[r];
+    // Below 2^-14 a float16 is off by up to 2^-25: in z by more than 2^-13, half a bit of h, where scales are that
+    // large.
+    if (!kKeeps && row_scale * weight.largest[1] > 0x1p12f) doubt += 0x1p-14f * hidden.unit;
+    if (!in_doubt(facts.smallest * hidden.unit, doubt + weight.largest[0])) break;
+    const auto x_element = [&](int64_t k, float) { return hidden.x.data[r * hidden.x.stride + k]; };
+    repaired = repair_row(row, hidden.unit, raw_scale, doubt, false, x_element, weight);
+    sync_row();
   }
-  facts = block_reduce(facts);
-  const float lowest = sigmoid(facts.lowest);
-  const bool centre = lowest >= 0.125f || (kParts == 1 && facts.above >= cols / 3 && next_largest[1] <= 8.f);
+  const bool centre = facts.lowest >= 0.125f || (kParts == 1 && facts.sum >= 0.25f * padded && next_largest[1] <= 8.f);
   const float shift = centre ? -0x1p14f : 0.f;
-  for (int chunk = 0; chunk < padded; chunk += kChunk) {
-    if (padded > kChunk) load_chunk(chunk), scale_chunk(chunk);
+  __half* to = operand.data + r * kParts * padded + threadIdx.x * kGroup;
+  for (int chunk = 0; chunk == 0 || (!kFits && chunk < padded); chunk += kChunk) {
+    if (!kFits) h_of_chunk(chunk);
 #pragma unroll
     for (int g = 0; g < kCount; ++g) {
-      const int start = group_start<kSigmoidThreads>(chunk, g);
+      const int start = group_start(chunk, g);
       if (start >= padded) continue;
+      if constexpr (kKeeps)
+        if (hidden.slope) store_vector(row + start, h[g]);
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[g][i] = sigmoid(z[g][i]);
-      if (hidden.slope) store_vector(row + start, z[g]);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) z[g][i] = fmaf(z[g][i], 0x1p15f, shift);
-      store_group<kParts, false>(operand.data + r * kParts * padded, start, padded, z[g]);
+      for (int i = 0; i < kGroup; ++i) h[g][i] = fmaf(h[g][i], 0x1p15f, shift);
+      store_group<kParts, false>(to, chunk + g * kThreads * kGroup, padded, h[g]);
     }
   }
   if (threadIdx.x == 0) {
-    const bool tiny = !centre && lowest * 0x1p15f < Precision<kParts>::kTiny;
-    operand.doubt[r] = tiny ? cols * Precision<kParts>::kDoubtPerTiny : 0.f;
+    const bool tiny = !centre && facts.lowest * 0x1p15f < Precision<kParts>::kTiny;
+    operand.doubt[r] = tiny ? padded * Precision<kParts>::kDoubtPerTiny : 0.f;
     centred[r] = centre;
     hidden.repaired[r] = repaired;
     if (hidden.slope) {
@@ -500,8 +521,8 @@ __global__ void __launch_bounds__(kThreads)
                           const float* __restrict__ doubt, const bool* __restrict__ centred, Weight weight,
                           float* __restrict__ out) {
   wait_for_stream();
-  const int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y;
-  if (r >= batch) return;
+  const int64_t r = batch - 1 - (blockIdx.x * int64_t{blockDim.y} + threadIdx.y);
+  if (r < 0) return;
   const int cols = weight.rows;
   float* row = product + r * weight.padded_rows;
   float y[kSweep][kGroup], bias[kGroup], scale[kGroup];
@@ -514,14 +535,25 @@ __global__ void __launch_bounds__(kThreads)
   };
   load_chunk(0);
   const bool centre = kSplit && centred[r];
-  const auto h = [&](int64_t k) {
-    const float kept = hidden.product[r * hidden.weight.padded_rows + k];
-    if (hidden.slope) return kept;
-    const float scale =
-        hidden.repaired[r] ? 1.f : hidden.operand.scale[r] * hidden.correction * hidden.weight.operand.scale[k];
-    return sigmoid(fmaf(kept, scale, hidden.weight.padded_bias[k]));
+  const auto h = [&](int64_t k, float w) {
+    const Weight& first = hidden.weight;
+    const int64_t i = r * first.padded_rows + k;
+    if (!hidden.half) {
+      const float kept = static_cast<float*>(hidden.product)[i];
+      if (hidden.slope) return kept;
+      const float x_scale = hidden.operand.scale[r] * hidden.correction;
+      return sigmoid(fmaf(kept, hidden.repaired[r] ? 1.f : x_scale * first.operand.scale[k], first.padded_bias[k]));
+    }
+    const float kept = load(static_cast<__half*>(hidden.product) + i);
+    // Below 2^-29 h is off by up to 2^-40, which counts where it meets so large a weight that y is off by 2^-20.
+    if (centre || kept >= Precision<1>::kTiny || fabsf(w) * weight.cols <= 0x1p20f)
+      return (kept + (centre ? 0x1p14f : 0.f)) * 0x1p-15f;
+    float z = first.padded_bias[k];
+    for (int64_t c = 0; c < first.cols; ++c)
+      z = fmaf(hidden.x.data[r * hidden.x.stride + c], first.matrix[k * first.cols + c], z);
+    return sigmoid(z);
   };
-  const bool repaired = kSplit && repair_row(row, row_scale, doubt[r], centre, h, weight);
+  const bool repaired = kSplit && repair_row(row, 1.f, row_scale, doubt[r], centre, h, weight);
   if (repaired) load_chunk(0);
   const float* bias_row = !kSplit ? weight.bias : centre && !repaired ? weight.centred_bias : weight.padded_bias;
   const bool bias_aligned = kSplit || aligned(bias_row, 0);
@@ -766,19 +798,19 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStr
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-cudaError_t split_rows(int parts, Rows rows, Operand operand, cudaStream_t stream) {
-  return launch(parts == 3 ? split_rows_kernel<3> : split_rows_kernel<1>, rows.count, kThreads, stream, rows, operand);
-}
-
-cudaError_t split_weights(int parts, Weight w1, Weight w2, cudaStream_t stream) {
-  return launch(parts == 3 ? split_weights_kernel<3> : split_weights_kernel<1>, w1.padded_rows + w2.padded_rows,
-                kThreads, stream, w1, w2);
+cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream) {
+  return launch(parts == 3 ? split_kernel<3> : split_kernel<1>, w1.padded_rows + w2.padded_rows + rows.count, kThreads,
+                stream, w1, w2, rows, operand);
 }
 
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest, Operand operand, bool* centred,
                          cudaStream_t stream) {
-  return launch(parts == 3 ? bias_sigmoid_kernel<3> : bias_sigmoid_kernel<1>, hidden.x.count, kSigmoidThreads, stream,
-                hidden, next_largest, operand, centred);
+  const bool fits = hidden.weight.padded_rows <= kLongest;
+  const auto kernel = parts == 3 ? (fits ? bias_sigmoid_kernel<3, float, true> : bias_sigmoid_kernel<3, float, false>)
+                      : hidden.half
+                          ? (fits ? bias_sigmoid_kernel<1, __half, true> : bias_sigmoid_kernel<1, __half, false>)
+                          : (fits ? bias_sigmoid_kernel<1, float, true> : bias_sigmoid_kernel<1, float, false>);
+  return launch(kernel, hidden.x.count, kThreads, stream, hidden, next_largest, operand, centred);
 }
 
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
@@ -858,6 +890,7 @@ CPP_SOURCE = (
 
 #include <algorithm>
 #include <climits>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -880,11 +913,11 @@ int64_t pad(int64_t n) { return (n + 7) / 8 * 8; }  // 16 bytes of float16
 // weight (k, cols); the strides are those of the operands' rows.
 struct Shape {
   int64_t rows, cols, k, operand_stride, weight_stride;
-  bool over_rows;
+  bool over_rows, half;
 
   bool operator<(const Shape& other) const {
     const auto key = [](const Shape& s) {
-      return std::make_tuple(s.rows, s.cols, s.k, s.operand_stride, s.weight_stride, s.over_rows);
+      return std::make_tuple(s.rows, s.cols, s.k, s.operand_stride, s.weight_stride, s.over_rows, s.half);
     };
     return key(*this) < key(other);
   }
@@ -909,7 +942,7 @@ struct Gemm {
     CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof(b)));
     layout(weight, s.cols, s.weight_stride);
     layout(operand, s.rows, s.operand_stride);
-    CHECK_CUBLAS(cublasLtMatrixLayoutInit(&product, CUDA_R_32F, s.cols, s.rows, s.cols));
+    CHECK_CUBLAS(cublasLtMatrixLayoutInit(&product, s.half ? CUDA_R_16F : CUDA_R_32F, s.cols, s.rows, s.cols));
     cublasLtMatmulPreferenceOpaque_t preference;  // as it is initialised it allows no workspace, and so no split-K
     CHECK_CUBLAS(cublasLtMatmulPreferenceInit(&preference));
     const uint32_t alignment = 16;  // that of a segment, in bytes
@@ -940,7 +973,7 @@ struct Gemm {
   }
 };
 
-void gemm(const Shape& shape, const __half* operand, const __half* weight, float* product, cudaStream_t stream,
+void gemm(const Shape& shape, const __half* operand, const __half* weight, void* product, cudaStream_t stream,
           bool add = false, float alpha = 1.f) {
   static std::mutex mutex;
   static std::map<std::pair<int, Shape>, Gemm> plans;  // asking cuBLAS takes microseconds
@@ -973,9 +1006,9 @@ float correction(int64_t k) {
 
 // What is lost varies about that average, and more the longer the sum, so a long one is made in equal pieces, which
 // float32 adds. Measured with three parts at the problem's sizes, on its five kinds of data: the error of `out` is 0.8
-// to 2.6 times eager float32's with whole sums, 0.4 to 1.5 times with pieces of 2048 terms (time + 2 %), 0.2 to 1.1
+// to 2.6 times eager float32's with whole sums, 0.4 to 1.5 times with pieces of 2048 terms (time + 1 %), 0.2 to 1.1
 // times with 1024 (+ 8 %), which is what the gradients need to be as good. Operands of 11 bits gain nothing by it.
-int64_t longest_piece(int parts, bool for_gradients) { return parts == 1 ? 8192 : for_gradients ? 1024 : 8192; }
+int64_t longest_piece(int parts, bool for_gradients) { return parts == 1 ? 8192 : for_gradients ? 1024 : 2048; }
 
 // The length of each of the fewest equal pieces of k terms; the last may be shorter by up to 7 a piece.
 int64_t piece(int64_t k, int64_t longest) {
@@ -986,18 +1019,19 @@ int64_t piece(int64_t k, int64_t longest) {
 // product (rows, cols) = operand (rows, parts * k) @ weight (cols, parts * k).T, hi * hi in pieces of `step`; it wants
 // `correction(step)`.
 void gemm_along(int parts, int64_t rows, int64_t cols, int64_t k, int64_t step, const __half* operand,
-                const __half* weight, float* product, cudaStream_t stream) {
+                const __half* weight, void* product, cudaStream_t stream) {
   const int64_t stride = parts * k;
   for (int64_t begin = 0, end = stride - k + std::min(k, step); begin < stride;
        begin = end, end = std::min(stride, end + step))
-    gemm({rows, cols, end - begin, stride, stride, false}, operand + begin, weight + begin, product, stream, begin > 0);
+    gemm({rows, cols, end - begin, stride, stride, false, false}, operand + begin, weight + begin, product, stream,
+         begin > 0);
 }
 
 // product (rows, cols) = operand (k, parts * rows).T @ weight (k, parts * cols), the small parts first; or adds it.
 void gemm_over_batch(int parts, int64_t rows, int64_t cols, int64_t k, const __half* operand, const __half* weight,
                      float* product, bool add, cudaStream_t stream) {
   const auto gemm_part = [&](int part, int64_t begin, int64_t count, float alpha) {
-    gemm({rows, cols, count, parts * rows, parts * cols, true}, operand + begin * parts * rows + part * rows,
+    gemm({rows, cols, count, parts * rows, parts * cols, true, false}, operand + begin * parts * rows + part * rows,
          weight + begin * parts * cols + part * cols, product, stream, add, alpha);
     add = true;
   };
@@ -1053,10 +1087,10 @@ Rows rows_at(const Tensor& x, int64_t begin, int64_t count) {
           static_cast<int>(pad(x.size(1)))};
 }
 
-// Rows of the batch at a time, which bounds the memory: at the problem's sizes less than half of what eager PyTorch
-// takes, in whole waves of tiles.
-int64_t slice_rows(int parts, int64_t batch, int64_t widest) {
-  const int64_t rows = (parts == 3 ? int64_t{1} << 24 : int64_t{1} << 25) / widest / 128 * 128;
+// Rows of the batch at a time, so many elements of the widest matrix, which bounds the memory: at the problem's sizes
+// less than half of what eager PyTorch takes, in whole waves of tiles.
+int64_t slice_rows(int64_t elements, int64_t batch, int64_t widest) {
+  const int64_t rows = elements / widest / 128 * 128;
   return std::min(batch, std::max<int64_t>(rows, 128));
 }
 
@@ -1074,34 +1108,47 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
   const auto largest = empty({4}, x);
   C10_CUDA_CHECK(cudaMemsetAsync(floats(largest), 0, 4 * sizeof(float), stream));
   const WeightMemory w1(parts, weight1, bias1, floats(largest)), w2(parts, weight2, bias2, floats(largest) + 2);
-  CHECK_LAUNCH(split_weights(parts, w1.view, w2.view, stream));
   const int64_t hidden8 = w1.view.padded_rows, output8 = w2.view.padded_rows;
 
-  const int64_t slice = slice_rows(parts, batch, std::max({input8, hidden8, output8}));
-  const auto operand = empty({slice * parts * std::max(input8, hidden8)}, x, at::kHalf);  // x's and then h's
-  const int64_t held = kept ? batch : slice;
-  const auto product = empty({held, hidden8}, x), logits = empty({held, output8}, x);
+  const int64_t longest = longest_piece(parts, kept), step1 = piece(input8, longest), step2 = piece(hidden8, longest);
+  // With one part h is rounded to 11 bits, so z may be. A sum of k products of at most 2^28 stays below 2^15 units.
+  const bool half = parts == 1 && !kept && step1 == input8;
+  const float unit = half ? std::ldexp(1.f, 13 + static_cast<int>(std::ceil(std::log2(input8)))) : 1.f;
+
+  // Memory serves twice: that of z in float16 for h's operand, and that of x's operand for the logits; where z is
+  // float32, which may be wanted to the end, that of x's operand for h's.
+  const int64_t elements = int64_t{1} << (parts == 1 ? 26 : kept ? 25 : 24);
+  const int64_t slice = slice_rows(elements, batch, std::max({input8, hidden8, output8})), held = kept ? batch : slice;
+  const auto product = empty({held, hidden8}, x, half ? at::kHalf : at::kFloat);
+  const auto operand =
+      empty({slice, half ? std::max(input8, 2 * output8) : parts * std::max(input8, hidden8)}, x, at::kHalf);
+  const auto logits = half ? Tensor() : empty({held, output8}, x);
   const auto slope = kept ? empty({batch}, x) : Tensor();
   const auto facts = empty({3, slice}, x), flags = empty({2, slice}, x, at::kBool);
   const Operand split_x{halves(operand), floats(facts), floats(facts) + slice};
-  const Operand split_h{halves(operand), nullptr, floats(facts) + 2 * slice};  // its scale is 2^-15
+  const Operand split_h{halves(half ? product : operand), nullptr, floats(facts) + 2 * slice};  // its scale is 2^-15
   bool *repaired = flags.mutable_data_ptr<bool>(), *centred = repaired + slice;
-  const int64_t longest = longest_piece(parts, kept), step1 = piece(input8, longest), step2 = piece(hidden8, longest);
 
   for (int64_t begin = 0; begin < batch; begin += slice) {
     const int64_t rows = std::min(slice, batch - begin), at = kept ? begin : 0;
-    const Hidden hidden{floats(product) + at * hidden8,
+    const Hidden hidden{half ? product.mutable_data_ptr() : floats(product) + at * hidden8,
+                        half,
+                        unit,
+                        correction(step1),
                         rows_at(x, begin, rows),
                         split_x,
-                        correction(step1),
                         repaired,
                         kept ? floats(slope) + begin : nullptr,
                         w1.view};
-    float* y = floats(logits) + at * output8;
-    CHECK_LAUNCH(split_rows(parts, hidden.x, split_x, stream));
-    gemm_along(parts, rows, hidden8, input8, step1, halves(operand), w1.view.operand.data, hidden.product, stream);
+    float* y = half ? reinterpret_cast<float*>(halves(operand)) : floats(logits) + at * output8;
+    const bool first = begin == 0;
+    CHECK_LAUNCH(split(parts, first ? w1.view : Weight{}, first ? w2.view : Weight{}, hidden.x, split_x, stream));
+    if (half)
+      gemm({rows, hidden8, input8, input8, input8, false, true}, split_x.data, w1.view.operand.data, hidden.product,
+           stream, false, 1 / unit);
+    else gemm_along(parts, rows, hidden8, input8, step1, split_x.data, w1.view.operand.data, hidden.product, stream);
     CHECK_LAUNCH(bias_sigmoid(parts, hidden, w2.view.largest, split_h, centred, stream));
-    gemm_along(parts, rows, output8, hidden8, step2, halves(operand), w2.view.operand.data, y, stream);
+    gemm_along(parts, rows, output8, hidden8, step2, split_h.data, w2.view.operand.data, y, stream);
     CHECK_LAUNCH(bias_logsumexp(parts, rows, y, correction(step2) * 0x1p-15f, kept != nullptr, hidden, split_h.doubt,
                                 centred, w2.view, floats(out) + begin, stream));
   }
@@ -1142,7 +1189,7 @@ std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaSt
                                  (count8 - count) * parts * cols8 * sizeof(__half), stream));
   C10_CUDA_CHECK(cudaMemsetAsync(floats(facts), 0, facts.numel() * sizeof(float), stream));
   CHECK_LAUNCH(
-      split_rows(parts, rows_at(rows, 0, count), {halves(operand), floats(facts), floats(facts) + count8}, stream));
+      split(parts, {}, {}, rows_at(rows, 0, count), {halves(operand), floats(facts), floats(facts) + count8}, stream));
   return {operand, facts};
 }
 
@@ -1166,7 +1213,7 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
     CHECK_LAUNCH(gradient_scales({grad.const_data_ptr<float>(), slope}, rows_at(x, 0, batch), floats(scales), stream));
 
   const int64_t longest = longest_piece(parts, true), step1 = piece(hidden8, longest), step2 = piece(output8, longest);
-  const int64_t slice = slice_rows(parts, batch, std::max({input8, hidden8, output8}));
+  const int64_t slice = slice_rows(int64_t{1} << (parts == 1 ? 25 : 24), batch, std::max({input8, hidden8, output8}));
   const auto operand = [&](bool needed, int64_t cols) {
     return needed ? empty({slice, parts * cols}, x, at::kHalf) : Tensor();
   };
@@ -1454,6 +1501,9 @@ def _runs_on(capability):
     return False
 
 
+_PIP_HEADERS = ("*/include", "*/include/cccl")  # in the folders below
+
+
 def _pip_folders():
     """The site-packages/nvidia folders: CUDA's libraries, headers and, with cuda-toolkit[nvcc], its compiler."""
     found = importlib.util.find_spec("nvidia")
@@ -1570,7 +1620,7 @@ def _compile(name, library, nvcc, ninja):
         headers = []  # The pip packages' complete a toolkit that lacks cuBLAS's or others; they are searched last.
         for number, packages in enumerate(_pip_folders()):
             os.symlink(packages, f"{links}/pip{number}")
-            for pattern in ("*/include", "*/include/cccl"):
+            for pattern in _PIP_HEADERS:
                 headers += [f"-idirafter,{path}" for path in glob.glob(f"{links}/pip{number}/{pattern}")]
         for attribute, value in (("CUDA_HOME", f"{links}/cuda"), ("TORCH_LIB_PATH", f"{links}/torch")):
             undo.callback(setattr, cpp_extension, attribute, getattr(cpp_extension, attribute))
@@ -1657,14 +1707,19 @@ def _tf32():
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def _layers(x, weight1, bias1, weight2, bias2):
+    """h (..., hidden) and y (..., output) of ``x`` (..., input), by PyTorch's own ops."""
+    h = torch.sigmoid(nn.functional.linear(x, weight1, bias1))
+    return h, nn.functional.linear(h, weight2, bias2)
+
+
 def _gradients(grad, x, weight1, bias1, weight2, bias2):
     """The gradients of ``ModelNew`` by PyTorch's own ops, which autograd can differentiate again, to any order.
 
     ``grad`` (batch) -> those of ``x`` (batch, input), ``weight1`` (hidden, input), ``bias1`` (hidden),
     ``weight2`` (output, hidden), ``bias2`` (output).
     """
-    h = torch.sigmoid(nn.functional.linear(x, weight1, bias1))  # (batch, hidden)
-    y = nn.functional.linear(h, weight2, bias2)  # (batch, output)
+    h, y = _layers(x, weight1, bias1, weight2, bias2)
     dy = grad[:, None] * (y - torch.logsumexp(y, dim=1, keepdim=True)).exp()  # (batch, output)
     dz = (dy @ weight2) * h * (1 - h)  # (batch, hidden)
     return dz @ weight1, dz.t() @ x, dz.sum(0), dy.t() @ h, dy.sum(0)
@@ -1777,8 +1832,7 @@ class ModelNew(nn.Module):
         weight1, bias1, weight2, bias2 = linear1.weight, linear1.bias, linear2.weight, linear2.bias
         _check(x, weight1)
         if not _fits_fused(x, weight1, bias1, weight2, bias2):
-            h = torch.sigmoid(nn.functional.linear(x, weight1, bias1))  # (..., hidden)
-            return torch.logsumexp(nn.functional.linear(h, weight2, bias2), dim=1)
+            return torch.logsumexp(_layers(x, weight1, bias1, weight2, bias2)[1], dim=1)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight1, bias1, weight2, bias2)):
             return _Fused.apply(x, weight1, bias1, weight2, bias2)[0]
         return extension(x.device.index).forward.default(x, weight1, bias1, weight2, bias2, _tf32())

@@ -409,6 +409,9 @@ def _runs_on(capability):
     return False
 
 
+_PIP_HEADERS = ("*/include", "*/include/cccl")  # in the folders below
+
+
 def _pip_folders():
     """The site-packages/nvidia folders: CUDA's libraries, headers and, with cuda-toolkit[nvcc], its compiler."""
     found = importlib.util.find_spec("nvidia")
@@ -525,7 +528,7 @@ def _compile(name, library, nvcc, ninja):
         headers = []  # The pip packages' complete a toolkit that lacks cuBLAS's or others; they are searched last.
         for number, packages in enumerate(_pip_folders()):
             os.symlink(packages, f"{links}/pip{number}")
-            for pattern in ("*/include", "*/include/cccl"):
+            for pattern in _PIP_HEADERS:
                 headers += [f"-idirafter,{path}" for path in glob.glob(f"{links}/pip{number}/{pattern}")]
         for attribute, value in (("CUDA_HOME", f"{links}/cuda"), ("TORCH_LIB_PATH", f"{links}/torch")):
             undo.callback(setattr, cpp_extension, attribute, getattr(cpp_extension, attribute))
@@ -605,12 +608,19 @@ def extension(device):
 # --- end of the build block ---
 
 
+def _column_sums(weight):
+    """(hidden, input) -> (input), in float64."""
+    if weight.is_cuda:
+        return weight.sum(0, dtype=torch.float64)
+    # In slices, as on the CPU PyTorch's sum of one dtype into another is twice as slow as a copy and a sum.
+    return sum(rows.double().sum(0) for rows in weight.split(256))
+
+
 def _collapsed(x, weight, scale):
     """``x`` (batch, input), ``weight`` (hidden, input), both float32 or both float64 -> (batch, 1)."""
     if x.is_cuda and x.dtype == torch.float32:
         return extension(x.device.index).collapsed_gemm_sum.default(x, weight, scale)
-    # In slices, as on the CPU PyTorch's sum of one dtype into another is twice as slow as a copy and a sum.
-    sums = sum(rows.double().sum(0) for rows in weight.split(256))  # (input)
+    sums = _column_sums(weight)  # (input)
     # An infinity in x makes of a column what the sum of its products is: an infinity if the weights are of one sign,
     # and NaN if not.
     low, high = weight.amin(0), weight.amax(0)  # which is quicker than aminmax
@@ -639,7 +649,7 @@ class _Collapsed(torch.autograd.Function):
         grad = grad.double() * ctx.scale / 2  # (batch, 1)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad * weight.sum(0, dtype=torch.float64)).to(x.dtype)  # (batch, input)
+            grad_x = (grad * _column_sums(weight)).to(x.dtype)  # (batch, input)
         if ctx.needs_input_grad[1]:
             grad_weight = (grad.T @ x.double()).to(x.dtype).expand_as(weight)  # each row the same
         return grad_x, grad_weight, None

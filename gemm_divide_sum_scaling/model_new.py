@@ -206,6 +206,9 @@ def _runs_on(capability):
     return False
 
 
+_PIP_HEADERS = ("*/include", "*/include/cccl")  # in the folders below
+
+
 def _pip_folders():
     """The site-packages/nvidia folders: CUDA's libraries, headers and, with cuda-toolkit[nvcc], its compiler."""
     found = importlib.util.find_spec("nvidia")
@@ -322,7 +325,7 @@ def _compile(name, library, nvcc, ninja):
         headers = []  # The pip packages' complete a toolkit that lacks cuBLAS's or others; they are searched last.
         for number, packages in enumerate(_pip_folders()):
             os.symlink(packages, f"{links}/pip{number}")
-            for pattern in ("*/include", "*/include/cccl"):
+            for pattern in _PIP_HEADERS:
                 headers += [f"-idirafter,{path}" for path in glob.glob(f"{links}/pip{number}/{pattern}")]
         for attribute, value in (("CUDA_HOME", f"{links}/cuda"), ("TORCH_LIB_PATH", f"{links}/torch")):
             undo.callback(setattr, cpp_extension, attribute, getattr(cpp_extension, attribute))

@@ -524,6 +524,24 @@ def test_beyond_65535_rows_or_columns(hold, split, sizes):
         check_close_to_largest(actual[name].double(), gradient, msg=name)
 
 
+@either_precision
+@pytest.mark.parametrize(
+    "sizes",
+    [(300, 2056, 4104, 40), (300, 9001, 50, 4100), (50, 30, 20_000, 30), (1100, 9, 65_600, 3)],
+    ids=["hidden", "input and output", "hidden by far", "two slices"],
+)
+def test_rows_longer_than_a_block_keeps(hold, precision, mode, sizes):
+    hold(True)
+    precision(mode)
+    reference, new, x = set_up(sizes, requires_grad=True)
+    exact = copy.deepcopy(reference).double()
+    with torch.no_grad():
+        check_match(new(x).double(), exact(x.double()), TOLERANCE[mode])
+    actual, expected = gradients(new, x), gradients(exact, x.detach().double().requires_grad_())
+    for name, gradient in expected.items():
+        check_close_to_largest(actual[name].double(), gradient, TOLERANCE[mode], msg=name)
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
 @pytest.mark.parametrize("sizes", [(131_073, 8, 16_384, 4), (131_073, 16_384, 8, 4)], ids=str)
 def test_more_elements_than_32_bits_count(hold, split, sizes):
@@ -546,9 +564,11 @@ def test_more_elements_than_32_bits_count(hold, split, sizes):
     assert new.linear2.bias.grad.sum().item() == pytest.approx(batch, rel=1e-4)
 
 
-def test_peak_memory_at_the_problem_s_size():
+@either_precision
+def test_peak_memory_at_the_problem_s_size(precision, mode):
     import reference as problem
 
+    precision(mode)
     x = torch.rand(problem.batch_size, problem.input_size, device=GPU)
     peaks = []
     for module in make_pair(*problem.get_init_inputs(), device=GPU):
