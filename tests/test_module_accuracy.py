@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import examples, make_input, make_pair
+from conftest import check_close_to_largest, examples, gradients, make_input, make_pair
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from model_new import ModelNew
 pytestmark = pytest.mark.gpu
 GPU = "cuda:0"
 UNIT = 2.0**-23  # of float32's mantissa
-MODES = {"highest": UNIT, "high": 2.0**-10}  # and of TF32's and float16's
+MODES = {"highest": UNIT, "high": 2.0**-10}  # the unit of the operands: float32's, TF32's and float16's
 ROUNDINGS = 8
 either_form = pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
 either_precision = pytest.mark.parametrize("mode", MODES)
@@ -199,6 +199,43 @@ def test_special_values(hold, precision, mode, split, where, special):
         if where == "x":
             SPECIAL[special](x)
     check_as_good_as_eager(new, model, x, mode)
+
+
+@either_precision
+@either_form
+def test_a_bias_cancels_what_float16_cannot_hold(hold, precision, mode, split):
+    """z = 66048 - 66018, beside an element of x whose size has the row computed anew."""
+    hold(split)
+    precision(mode)
+    model, new = make_pair(8, 5, 3, device=GPU)
+    x = torch.zeros(2, 8, device=GPU)
+    x[:, 0], x[0, 1] = 66048, 2.0**62
+    with torch.no_grad():
+        for module in model, new:
+            module.linear1.weight[:, 0], module.linear1.weight[:, 1:] = 1, 0
+            module.linear1.bias.fill_(-66018)
+    check_as_good_as_eager(new, model, x, mode)
+
+
+@either_precision
+@either_form
+@pytest.mark.parametrize("hidden", [67, 4352])
+@pytest.mark.parametrize("large", [1.0, 2.0**61], ids=["in range", "a row beyond the scales' range"])
+def test_gradients_where_all_is_saturated(hold, precision, mode, split, hidden, large):
+    """z = -30 everywhere, in one row by an element of size ``large``: gradients 1e13 times smaller than most are."""
+    hold(split)
+    precision(mode)
+    model, new = make_pair(20, hidden, 9, device=GPU)
+    x = torch.ones(5, 20, device=GPU)
+    x[0] = 0
+    x[0, 0] = large
+    with torch.no_grad():
+        for module in model, new:
+            module.linear1.weight[:, 0], module.linear1.weight[:, 1:] = -30 / large, -30 / 19
+            module.linear1.bias.zero_()
+    actual, expected = gradients(new, x.requires_grad_()), gradients(copy.deepcopy(model).double(), x.double())
+    for name in "x", "linear1.weight", "linear1.bias":
+        check_close_to_largest(actual[name].double(), expected[name], 1e-3 if mode == "highest" else 1e-2, msg=name)
 
 
 @either_precision

@@ -527,8 +527,8 @@ def test_beyond_65535_rows_or_columns(hold, split, sizes):
 @either_precision
 @pytest.mark.parametrize(
     "sizes",
-    [(300, 2056, 4104, 40), (300, 9001, 50, 4100), (50, 30, 20_000, 30), (1100, 9, 65_600, 3)],
-    ids=["hidden", "input and output", "hidden by far", "two slices"],
+    [(300, 2056, 4104, 40), (300, 9001, 50, 4100), (50, 30, 20_000, 30), (300, 30, 4352, 3), (1100, 9, 65_600, 3)],
+    ids=["hidden", "input and output", "hidden by far", "half of a block", "two slices"],
 )
 def test_rows_longer_than_a_block_keeps(hold, precision, mode, sizes):
     hold(True)
