@@ -53,6 +53,9 @@ SECOND = ROOT / "gemm_divide_sum_scaling"
 
 BUFFERS = 3  # input sets that the rounds go through, each rewritten before it is used again
 SITTINGS = 4  # of a race, each in memory of its own: what two runs differ by is in part what two sittings do
+# How much wider than a bootstrap over so few sittings an interval must be: sqrt(n / (n - 1)) by their variance, and by
+# Student's quantile over the normal one.
+WIDER = {1: 1.0, SITTINGS: math.sqrt(4 / 3) * 3.182 / 1.960}
 ROUNDS = (3, 25)  # fewest and most rounds of a sitting; between them, what fits in:
 SECONDS = {"main": 1.5, "sweep": 0.4}  # all sittings, their warm-ups (half as long again) not counted
 TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}  # atol = rtol
@@ -227,7 +230,8 @@ def speedup(baseline, times, sittings=1):
     """Ratio of the medians of two lists of times from the same rounds, and its 95 % interval ``(ratio, low, high)``.
 
     Bootstrap over the sittings, of as many rounds each, that follow each other in the lists, and within each over runs
-    of up to five neighbouring rounds: clocks drift, so neighbours are not independent, nor are a sitting's rounds.
+    of up to five neighbouring rounds: clocks drift, so neighbours are not independent, nor are a sitting's rounds. The
+    interval's ends are then moved away from the ratio, by the factor ``WIDER`` of its logarithm.
     """
     both = torch.tensor([baseline, times], dtype=torch.float64).unflatten(1, (sittings, -1))  # (2, sittings, rounds)
     rounds, generator = both.shape[2], torch.Generator().manual_seed(0)
@@ -236,8 +240,9 @@ def speedup(baseline, times, sittings=1):
     starts = torch.randint(rounds, (2000, sittings, math.ceil(rounds / run), 1), generator=generator)
     picks = ((starts + torch.arange(run)) % rounds).flatten(2)[:, :, :rounds]  # (2000, sittings, rounds)
     medians = both[:, sat, picks].flatten(2).quantile(0.5, dim=-1)  # (2, 2000)
-    low, high = (medians[0] / medians[1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return statistics.median(baseline) / statistics.median(times), low, high
+    ends = (medians[0] / medians[1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    ratio = statistics.median(baseline) / statistics.median(times)
+    return ratio, *(ratio * (end / ratio) ** WIDER[sittings] for end in ends)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
