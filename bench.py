@@ -114,6 +114,8 @@ class Problem:
         """The arguments of ``forward`` for ``batch`` rows, made on ``device``; floating-point ones in ``dtype``."""
         with torch.device(device):
             made = check.draw_inputs(self.reference, seed, batch)
+        if not all(map(torch.is_tensor, made)):
+            raise Unusable(f"get_inputs of {self.name} must give tensors alone here, and gives something else too")
         return [x.to(device, dtype if x.is_floating_point() else x.dtype) for x in made]
 
     def models(self, solutions, device, dtype):
@@ -1137,7 +1139,11 @@ def run(args):
         rewrite_readme()
         return 0
     for path in filter(None, (args.json, args.plot)):
+        if path.is_dir():
+            raise Unusable(f"{path} is a folder; name a file to write to")
         path.parent.mkdir(parents=True, exist_ok=True)
+    if args.plot and args.plot.suffix != ".png":
+        raise Unusable(f"--plot writes a .png, {args.plot} is none; name another")
     plan = planned(args)
     paths = [path for _, solutions in plan for path in solutions]
     for path in paths:

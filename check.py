@@ -13,6 +13,7 @@ The file reads in that order: problems and inputs, judging, the solution's proce
 """
 
 import argparse
+import collections
 import contextlib
 import copy
 import importlib.util
@@ -21,6 +22,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import random
 import re
@@ -162,6 +164,29 @@ DISTRIBUTIONS = (
 )
 
 
+def with_nan(parameter, _):
+    """A weight with NaN for its first element; vectors as they are."""
+    if parameter.dim() < 2:
+        return parameter
+    return torch.cat([parameter.new_full((1,), math.nan), parameter.reshape(-1)[1:]]).view_as(parameter)
+
+
+def in_another_order(parameter, _):
+    """The elements of ``parameter`` in the other order, but for the first and the last: its sums stay as they are."""
+    flat = parameter.reshape(-1)
+    return torch.cat([flat[:1], flat[1:-1].flip(0), flat[1:][-1:]]).view_as(parameter)
+
+
+# Of a parameter, and whether it is the last vector. As ramps, vectors count, and their last elements for most; the last
+# one lowered, results are negative where nothing forbids it.
+NEW_VALUES = {
+    "vectors as ramps": lambda p, _: torch.linspace(-3, 3, len(p)) if p.dim() == 1 else p,
+    "weights in another order": in_another_order,
+    "last vector lowered": lambda p, last: p - 120 if last else p,
+    "NaN in each weight": with_nan,
+}
+
+
 @torch.no_grad()
 def draw_model(problem, distribution, seed, device="cpu"):
     """``problem.Model`` with the parameters that ``distribution`` gives it under ``seed``, on ``device``."""
@@ -270,7 +295,8 @@ class Truth:
         self.defined = (classes[0] == classes[1]).all(0)
         self.limit = 1.0
         if judged_by == "float64":
-            self.limit = max(1.0, REFERENCE_SLACK * largest(self.shares(expected)))
+            shares = self.shares(expected)  # infinite where the tolerance is 0, as it may be where the result is
+            self.limit = max(1.0, REFERENCE_SLACK * largest(shares[shares.isfinite()]))
 
     def shares(self, candidate):
         """The share of the tolerance that each element uses, by the rule."""
@@ -396,8 +422,14 @@ def receive(stream, weights_only):
     return torch.load(io.BytesIO(message), weights_only=weights_only)
 
 
+def packed(tensor):
+    """A copy of the elements of ``tensor`` in order, (elements): ``contiguous`` leaves a lone element its stride."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor).view(-1)
+
+
 def same_bits(a, b):
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return alike and torch.equal(packed(a).view(torch.uint8), packed(b).view(torch.uint8))
 
 
 def storage(tensor):
@@ -452,13 +484,20 @@ def is_from_pytorch(function):
     return getattr(getattr(function, "__code__", None), "co_filename", "").startswith(os.path.dirname(torch.__file__))
 
 
+def empty_slice(x):
+    """Memory for ``x`` within a larger tensor: rows lie further apart, and the first element is not at the start."""
+    if x.dim() == 0:
+        return torch.empty_like(x)
+    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1] + 1)[..., 1 : 1 + x.shape[-1]]
+
+
 class Stage:
     """The solution and what is seen of its conduct, in the process that runs it."""
 
     def __init__(self, device):
         self.device = torch.empty(0, device=device).device  # with its index; starts CUDA
         self.values = self.inputs = []  # the arguments as they should be, and as the solution was given them
-        self.previous = None  # the last output and a copy of it
+        self.held = collections.deque(maxlen=4)  # the last outputs, each with a copy of it
         self.settings, self.functions = settings(), public_functions()
 
     def answer(self, request):
@@ -528,7 +567,8 @@ class Stage:
         """
         cuda = self.device.type == "cuda"
         if "inputs" in request and not request.get("same_storage"):
-            self.inputs = [torch.empty_like(v) if isinstance(v, torch.Tensor) else v for v in self.values]
+            empty = empty_slice if request.get("sliced") else torch.empty_like
+            self.inputs = [empty(v) if isinstance(v, torch.Tensor) else v for v in self.values]
         tensors = [(x, v) for x, v in zip(self.inputs, self.values, strict=True) if isinstance(v, torch.Tensor)]
         threads = set(threading.enumerate())
         if cuda:
@@ -543,6 +583,8 @@ class Stage:
         if cuda and request.get("synchronise"):
             torch.cuda.synchronize()
 
+        parameters, mode = list(self.model.parameters()), getattr(self.model, "training", None)
+        copies = [(p, p.requires_grad, p.detach().clone()) for p in parameters if not torch.nn.parameter.is_lazy(p)]
         with torch.no_grad():
             output = self.model(*self.inputs)
             if type(output) is not torch.Tensor:
@@ -560,19 +602,23 @@ class Stage:
             faults.append(f"Its output lies on {output.device}, the inputs on {self.device}.")
         if not same_bits(at_return, output):
             faults.append("Its output still changed after the call had returned: work was left running elsewhere.")
-        if any(not same_bits(x, v) for x, v in tensors):
+        if any(not same_bits(x, v) or x.requires_grad != v.requires_grad for x, v in tensors):
             faults.append("It changed its inputs in place.")
+        kept = len(parameters) == len(now := list(self.model.parameters())) and all(map(operator.is_, parameters, now))
+        if not kept or any(p.requires_grad != asked or not same_bits(p.detach(), v) for p, asked, v in copies):
+            faults.append("It changed its parameters.")
+        if getattr(self.model, "training", None) != mode:
+            faults.append("It switched itself between training and evaluation.")
         if storage(output) in {storage(x) for x, _ in tensors} - {None}:
             faults.append("Its output shares memory with an input.")
         if storage(output) in {storage(p) for p in self.model.parameters()} - {None}:
             faults.append("Its output shares memory with a parameter.")
         if unwritten := self.unwritten(at_return):
             faults.append(f"It left {unwritten} of {output.numel()} elements of its output unwritten.")
-        if self.previous and (
-            storage(output) == storage(self.previous[0]) or not same_bits(self.previous[0], self.previous[1])
-        ):
-            faults.append("It rewrote or handed out again its previous output, which the caller still held.")
-        self.previous = output, at_return
+        handed_out = {storage(earlier) for earlier, _ in self.held} - {None}
+        if storage(output) in handed_out or not all(same_bits(*pair) for pair in self.held):
+            faults.append("It rewrote or handed out again an earlier output, which the caller still held.")
+        self.held.append((output, at_return))
         return at_return.cpu()
 
     def poison_freed_memory(self):
@@ -588,7 +634,7 @@ class Stage:
         """How many elements of a floating-point ``output`` still hold what freed memory was filled with."""
         if not output.is_floating_point() or output.element_size() < 4:
             return 0  # a short pattern may well be a value
-        elements = output.contiguous().view(-1, 1).view(torch.uint8)  # (elements, bytes)
+        elements = packed(output)[:, None].view(torch.uint8)  # (elements, bytes)
         patterns = [0xFF] if self.device.type == "cuda" else [PERTURB, PERTURB ^ 0xFF]
         return sum((elements == pattern).all(1).sum().item() for pattern in patterns)
 
@@ -617,7 +663,7 @@ def solution_process(descriptor):
     if start["precision"]:
         torch.set_float32_matmul_precision(start["precision"])
     stage = Stage(start["device"])
-    send(stream, {})
+    send(stream, {"faults": []})
     with contextlib.suppress(EOFError):
         while True:
             send(stream, stage.answer(receive(stream, weights_only=False)))  # any argument of Model may come
@@ -630,7 +676,7 @@ class Solution:
     """The solution in its process. Every answer is plain data: no code of the solution's runs here."""
 
     def __init__(self, device, precision, timeout):
-        self.timeout = timeout
+        self.timeout = max(timeout, 60)  # for it to start: PyTorch is imported meanwhile
         self.socket, theirs = socket.socketpair()
         self.stream = self.socket.makefile("rwb")
         self.process = subprocess.Popen(
@@ -638,6 +684,7 @@ class Solution:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a solution prints is no part of the report
+            start_new_session=True,  # so that what it starts can be ended with it
             env=os.environ | ({"MALLOC_PERTURB_": str(PERTURB)} if device == "cpu" else {}),
         )
         theirs.close()
@@ -645,30 +692,50 @@ class Solution:
             self.ask(device=device, precision=precision)
         except SolutionFailed as failure:
             raise CouldNotRun(f"The process for the solution did not start: {failure}") from None
+        self.timeout = timeout
 
     def ask(self, **request):
         """The process's answer to ``request``, a dict. Raises SolutionFailed when there is none in time."""
-        started = time.monotonic()
-        watchdog = threading.Timer(self.timeout, self.process.kill)
+        seen = []  # when the time is over: how the process had ended by then, if it had
+
+        def give_up():
+            seen.append(self.process.poll())
+            self.kill()
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # a helper of its that got away may hold the other end
+
+        watchdog = threading.Timer(self.timeout, give_up)
         watchdog.start()
         try:
             send(self.stream, request)
-            return receive(self.stream, weights_only=True)
+            reply = receive(self.stream, weights_only=True)
+            if not all(isinstance(fault, str) for fault in reply["faults"]):
+                raise TypeError
+            if not all(isinstance(output, torch.Tensor) for output in reply.get("outputs", [])):
+                raise TypeError
+            return reply
         except Exception as error:  # what comes from there may be anything
-            if time.monotonic() - started >= self.timeout:
+            watchdog.cancel()
+            if seen == [None]:
                 raise SolutionFailed(f"it gave no answer within {self.timeout:g} s (--timeout)") from None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-            code = self.process.poll()
+            code = seen[0] if seen else self.process.poll()
             if code is None:
                 raise SolutionFailed(f"it spoilt the pipe to this process ({type(error).__name__})") from None
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            names = {s.value: s.name for s in signal.Signals}
+            how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
             raise SolutionFailed(f"its process {how}") from None
         finally:
             watchdog.cancel()
 
+    def kill(self):
+        """End the process and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def close(self):
-        self.process.kill()
+        self.kill()
         self.process.wait()
         with contextlib.suppress(OSError):  # what it never read
             self.stream.close()
@@ -739,7 +806,10 @@ class Check:
         """A case under ``distribution``. False without one: its parameters are not taken, or its values known."""
         if not self.carry(distribution):
             return False
-        inputs = draw(self.problem, distribution, seed, self.rows, self.device)
+        try:
+            inputs = draw(self.problem, distribution, seed, self.rows, self.device)
+        except Exception as error:
+            raise CouldNotRun(f"{self.rows} rows of inputs cannot be made: {one_line(error)}") from error
         tensors = [v for v in (*self.model.parameters(), *inputs) if isinstance(v, torch.Tensor)]
         values = [v.reshape(-1)[:1000].tolist() for v in tensors]
         if distribution.name != "own" and values in self.known:  # as without parameters that it would change
@@ -766,7 +836,8 @@ class Check:
     def sizes(self, distribution):
         """Odd row counts, many calls, special values."""
         inputs = lambda rows, n=0: draw(self.problem, distribution, self.options.seed + n, rows, self.device)
-        for rows in sorted({1, 3, 129, 1025, self.rows - 1} - {0}):
+        some = random.Random(self.options.seed).randrange(4, 128)
+        for rows in sorted({1, 2, 3, some, 129, 1025, self.rows - 1} - {0}):
             if rows <= max(self.rows, 129):
                 self.case("odd rows", inputs(rows))
         self.case("further calls", inputs(3, 1), calls=FURTHER_CALLS)
@@ -787,9 +858,10 @@ class Check:
 
     def strides(self):
         """The case before again, with the same inputs in another order of memory, where they have one."""
-        inputs = each_float(self.inputs, with_other_strides)
-        if any(isinstance(x, torch.Tensor) and not x.is_contiguous() for x in inputs):
-            self.case("non-contiguous inputs", inputs)
+        same, turned = self.inputs, each_float(self.inputs, with_other_strides)
+        if any(isinstance(x, torch.Tensor) and not x.is_contiguous() for x in turned):
+            self.case("non-contiguous inputs", turned)
+        self.case("slices of larger inputs", same, sliced=True)
 
     def changes(self):
         """The case before again, with inputs and then parameters changed: what is kept from it gets these wrong."""
@@ -804,6 +876,8 @@ class Check:
         if not any(parameter.is_floating_point() for parameter in self.model.parameters()):
             self.notes.append("There are no floating-point parameters: their changes are not tried.")
             return
+        ramps, *others = NEW_VALUES
+        self.new_values(ramps)
         for how, factor in ((".data.mul_", 0.5), ("copy_", 0.75), ("load_state_dict", 1.25), (".data =", 0.625)):
             with torch.no_grad():
                 for parameter in self.model.parameters():
@@ -811,7 +885,21 @@ class Check:
                         parameter.mul_(factor)
             self.oracle.load_state_dict(self.model.state_dict())  # faster than a new copy
             self.case(f"weights by {how}", scale=how, factor=factor)
+        for name in others:
+            self.new_values(name)
         self.carried = None
+
+    def new_values(self, name):
+        """The case before again, with the parameters that ``NEW_VALUES[name]`` gives, if they are others."""
+        parameters = [p for p in self.model.parameters() if p.is_floating_point()]
+        before = [p.detach().clone() for p in parameters]
+        vectors = [p for p in parameters if p.dim() == 1]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.copy_(NEW_VALUES[name](parameter, bool(vectors) and parameter is vectors[-1]))
+        if not all(map(same_bits, before, map(torch.Tensor.detach, parameters))):
+            self.oracle.load_state_dict(self.model.state_dict())
+            self.case(name, **self.state())
 
     def odd_features(self, distribution):
         """Other sizes than the problem's, all odd, where the module has constants for them. A clear refusal will do."""
@@ -877,8 +965,11 @@ class Check:
             came, wanted = ({getattr(t, attribute) for t in ts} for ts in (outputs, [expected]))
             if came != wanted:
                 record["faults"].append(f"Its output has {attribute} {listed(came)}, wanted {listed(wanted)}.")
-        if record["faults"] and any(o.shape != expected.shape for o in outputs):
+        usual = expected.dtype, torch.float64, torch.float32, torch.float16, torch.bfloat16  # what can be compared
+        if any(o.shape != expected.shape or o.dtype not in usual for o in outputs):
             return
+        if len({o.dtype for o in outputs}) > 1:
+            outputs = [o.double() for o in outputs]
         output = torch.stack(outputs).to(self.device) if len(outputs) > 1 else outputs[0].to(self.device)
         shares, strict = truth.shares(output), truth.strict_shares(output)
         wrong = shares > truth.limit
@@ -953,7 +1044,7 @@ class Check:
             and torch.equal(self.last[1], output)
             and not truth.accepts(self.last[0])
         )
-        if again and "scale" not in request:
+        if again and not {"scale", "state"} & request.keys():
             yield "It gave the result of the case before again: results are kept from one call to the next."
             return
         if truth.judged_by == "float64" and not torch.equal(output.isnan(), expected.isnan()):
@@ -962,10 +1053,12 @@ class Check:
         mode = {"eval": request.get("eval", False)}
         if self.device == "cuda" and self.is_right(truth, **mode, synchronise=True):
             yield "It is right only when the GPU is synchronised first: it does not follow the caller's stream."
+        elif self.is_right(truth, **mode):
+            yield "It is right when it is asked once more: its answers to one call differ."
         elif self.cases and self.cases[-1]["passed"] and self.is_right(truth, **mode, **self.anew, **self.state()):
             yield (
                 "It is right when it is built anew with these parameters: "
-                f"it keeps {'a result or ' if again else ''}something derived from its weights, which is stale."
+                f"it keeps {'a result or ' if again else ''}something derived from its weights, or of earlier calls."
             )
 
 
@@ -1068,35 +1161,45 @@ def summary(check):
 
 
 def json_ready(value):
-    """``value`` with what JSON has no word for (NaN, infinities) as text."""
+    """``value`` with what JSON has no word for (NaN, infinities, complex numbers) as text."""
     if isinstance(value, dict):
         return {k: json_ready(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [json_ready(v) for v in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+    return (
+        str(value) if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)) else value
+    )
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Is a solution right? Exit code 0: right, 1: wrong, 2: could not run.")
-    parser.add_argument("problem_dir", nargs="?", type=Path, default=HERE, metavar="PROBLEM_DIR")
+    parser.add_argument(
+        "problem_dir", nargs="?", type=Path, default=HERE, metavar="PROBLEM_DIR", help="default: the folder of check.py"
+    )
     parser.add_argument("--solution", type=Path, help="default: PROBLEM_DIR/model_new.py")
     parser.add_argument("--reference", type=Path, help="default: PROBLEM_DIR/reference.py")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--precision", choices=["highest", "high"], help="PyTorch's float32 switch, for both sides")
-    parser.add_argument("--trials", type=int, default=5, help="on the problem's own inputs")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=5, help="on the problem's own inputs (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and inputs (default: 0)")
     parser.add_argument("--batch-size", type=int, help=f"default: the problem's, on a CPU at most {CPU_ROWS}")
-    parser.add_argument("--atol", type=float, default=1e-4)
-    parser.add_argument("--rtol", type=float, default=1e-4)
+    parser.add_argument("--atol", type=float, default=1e-4, help="absolute tolerance (default: 1e-4)")
+    parser.add_argument("--rtol", type=float, default=1e-4, help="relative tolerance (default: 1e-4)")
     parser.add_argument("--oracle", choices=["float64"], help="judge the problem's own inputs by float64 too")
     parser.add_argument("--same-seed", action="store_true", help="build both from one seed, copy no state_dict")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that the solution has for one answer")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one answer (default: 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, for machines")
     options = parser.parse_args(arguments)
     options.solution = options.solution or options.problem_dir / "model_new.py"
     options.reference = options.reference or options.problem_dir / "reference.py"
-    if options.trials < 1 or (options.batch_size or 1) < 1:
+    if options.trials < 1 or (options.batch_size is not None and options.batch_size < 1):
         parser.error("--trials and --batch-size want at least 1")
+    if not (0 <= options.atol < math.inf and 0 <= options.rtol < math.inf and options.atol + options.rtol > 0):
+        parser.error("--atol and --rtol want finite numbers, none below 0 and not both 0")
+    if not (0 <= options.seed < 2**63 and 0 < options.timeout < 1e6):
+        parser.error("--seed wants a number from 0 to 2**63 - 1, --timeout one above 0 and below a million")
+    if options.json and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
+        parser.error(f"--json wants a file in a folder that exists, which {options.json} is not")
     return options
 
 
@@ -1105,10 +1208,16 @@ def check(options, report):
     for path in (options.reference, options.solution):
         if not path.is_file():
             raise CouldNotRun(f"There is no file {path}: name a problem's folder, or --reference and --solution.")
+        if path.suffix != ".py":
+            raise CouldNotRun(f"{path} must be a Python file, whose name ends in .py.")
     try:
         problem = load_module(options.reference)
+        if lacking := [name for name in ("Model", "get_inputs", "get_init_inputs") if not hasattr(problem, name)]:
+            raise CouldNotRun(f"{options.reference} must define {', '.join(lacking)}, and does not.")
         natural = row_count(draw_inputs(problem, options.seed))
     except Exception as error:
+        if isinstance(error, CouldNotRun):
+            raise
         raise CouldNotRun(f"{options.reference} cannot be loaded: {one_line(error)}") from error
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -1155,6 +1264,8 @@ def check(options, report):
 def main(arguments=None):
     """The command line; gives the exit code."""
     options = parse(arguments)
+    for stream in sys.stdout, sys.stderr:  # what a solution says may be anything
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     # Paths as seen from the current folder: a report that is kept says nothing of the machine that it was made on.
     seen = lambda value: os.path.relpath(value) if isinstance(value, Path) else value
     report = {"options": {name: seen(value) for name, value in vars(options).items()}}
