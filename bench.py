@@ -106,9 +106,12 @@ class Problem:
                 f"a problem is a file or a folder with a reference.py, {self.place} is neither; name another"
             )
         self.folder = path.parent
-        self.reference = check.load_module(path)
-        with torch.device("meta"):  # sizes without the data
-            self.batch_size = check.row_count(check.draw_inputs(self.reference, seed=0))
+        try:
+            self.reference = check.load_module(path)
+            with torch.device("meta"):  # sizes without the data
+                self.batch_size = check.row_count(check.draw_inputs(self.reference, seed=0))
+        except Exception as error:
+            raise Unusable(f"{path} must load and give inputs, and raises {check.one_line(error)}; mend it") from error
 
     def inputs(self, batch, seed, device, dtype):
         """The arguments of ``forward`` for ``batch`` rows, made on ``device``; floating-point ones in ``dtype``."""
