@@ -122,15 +122,19 @@ def draw_inputs(problem, seed, rows=None):
     return [x[torch.arange(rows) % found] if shares_rows(x) else x for x in inputs]
 
 
+def float_parameters(model):
+    """The floating-point parameters of ``model``, in order."""
+    return [p for p in model.parameters() if p.is_floating_point()]
+
+
 def weights(model):
-    """The floating-point parameters of ``model`` with two or more dimensions, in order: (out, in, ...) each."""
-    return [p for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
+    """Those with two or more dimensions: (out, in, ...) each."""
+    return [p for p in float_parameters(model) if p.dim() > 1]
 
 
 def quadruple(model):
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.mul_(4)
+    for parameter in float_parameters(model):
+        parameter.mul_(4)
 
 
 def widen(model):
@@ -546,7 +550,7 @@ class Stage:
     @torch.no_grad()
     def scale_parameters(self, how, factor):
         """Multiply every floating-point parameter by ``factor``, in one of the ways that people change weights."""
-        parameters = [p for p in self.model.parameters() if p.is_floating_point()]
+        parameters = float_parameters(self.model)
         if how == "load_state_dict":
             names = {name for name, p in self.model.named_parameters() if p.is_floating_point()}
             state = self.model.state_dict()
@@ -604,14 +608,15 @@ class Stage:
             faults.append("Its output still changed after the call had returned: work was left running elsewhere.")
         if any(not same_bits(x, v) or x.requires_grad != v.requires_grad for x, v in tensors):
             faults.append("It changed its inputs in place.")
-        kept = len(parameters) == len(now := list(self.model.parameters())) and all(map(operator.is_, parameters, now))
+        now = list(self.model.parameters())
+        kept = len(parameters) == len(now) and all(map(operator.is_, parameters, now))
         if not kept or any(p.requires_grad != asked or not same_bits(p.detach(), v) for p, asked, v in copies):
             faults.append("It changed its parameters.")
         if getattr(self.model, "training", None) != mode:
             faults.append("It switched itself between training and evaluation.")
         if storage(output) in {storage(x) for x, _ in tensors} - {None}:
             faults.append("Its output shares memory with an input.")
-        if storage(output) in {storage(p) for p in self.model.parameters()} - {None}:
+        if storage(output) in {storage(p) for p in now} - {None}:
             faults.append("Its output shares memory with a parameter.")
         if unwritten := self.unwritten(at_return):
             faults.append(f"It left {unwritten} of {output.numel()} elements of its output unwritten.")
@@ -873,16 +878,15 @@ class Check:
                 "Under --same-seed the parameters stay as the seed makes them: their changes are not tried."
             )
             return
-        if not any(parameter.is_floating_point() for parameter in self.model.parameters()):
+        if not float_parameters(self.model):
             self.notes.append("There are no floating-point parameters: their changes are not tried.")
             return
         ramps, *others = NEW_VALUES
         self.new_values(ramps)
         for how, factor in ((".data.mul_", 0.5), ("copy_", 0.75), ("load_state_dict", 1.25), (".data =", 0.625)):
             with torch.no_grad():
-                for parameter in self.model.parameters():
-                    if parameter.is_floating_point():
-                        parameter.mul_(factor)
+                for parameter in float_parameters(self.model):
+                    parameter.mul_(factor)
             self.oracle.load_state_dict(self.model.state_dict())  # faster than a new copy
             self.case(f"weights by {how}", scale=how, factor=factor)
         for name in others:
@@ -891,7 +895,7 @@ class Check:
 
     def new_values(self, name):
         """The case before again, with the parameters that ``NEW_VALUES[name]`` gives, if they are others."""
-        parameters = [p for p in self.model.parameters() if p.is_floating_point()]
+        parameters = float_parameters(self.model)
         before = [p.detach().clone() for p in parameters]
         vectors = [p for p in parameters if p.dim() == 1]
         with torch.no_grad():
@@ -1166,9 +1170,9 @@ def json_ready(value):
         return {k: json_ready(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [json_ready(v) for v in value]
-    return (
-        str(value) if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)) else value
-    )
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
 
 
 def parse(arguments):
@@ -1215,9 +1219,9 @@ def check(options, report):
         if lacking := [name for name in ("Model", "get_inputs", "get_init_inputs") if not hasattr(problem, name)]:
             raise CouldNotRun(f"{options.reference} must define {', '.join(lacking)}, and does not.")
         natural = row_count(draw_inputs(problem, options.seed))
+    except CouldNotRun:
+        raise
     except Exception as error:
-        if isinstance(error, CouldNotRun):
-            raise
         raise CouldNotRun(f"{options.reference} cannot be loaded: {one_line(error)}") from error
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

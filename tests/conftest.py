@@ -66,6 +66,9 @@ def precision():
         owner.fp32_precision = "none"
 
 
+either_precision = pytest.mark.parametrize("mode", ["highest", "high"])
+
+
 def make_pair(*sizes, device="cpu", dtype=torch.float32, seed=0):
     """The reference and ``ModelNew`` of these sizes (input, hidden, output), with the same parameters."""
     from model_new import ModelNew

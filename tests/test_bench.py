@@ -414,6 +414,32 @@ def test_training_without_parameters_is_one_sentence(quick, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("bench.py: --training needs parameters")
 
 
+WITH_A_NUMBER = """
+import torch
+get_inputs = lambda: [torch.rand(4, 3), 3.14]
+get_init_inputs = lambda: []
+Model = torch.nn.Identity
+"""
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("class Model(:", "reference.py must load and give inputs, and raises SyntaxError"),
+        ("class Model: ...", "raises AttributeError"),
+        (WITH_A_NUMBER, "tensors alone"),
+    ],
+    ids=["syntax", "no inputs", "a number among the inputs"],
+)
+def test_a_reference_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, capsys, text, words):
+    monkeypatch.setattr(bench, "verify", lambda *arguments: None)
+    (tmp_path / "reference.py").write_text(text)
+    (tmp_path / "model_new.py").write_text("from torch.nn import Identity as ModelNew")
+    assert bench.main([str(tmp_path), "--device", "cpu"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("bench.py: ") and words in said
+
+
 # Precision
 
 
@@ -866,29 +892,3 @@ def test_the_whole_program_runs_on_the_gpu(tmp_path):
 @pytest.mark.multigpu
 def test_throughput_of_two_gpus(problem):
     check_throughput(problem, "cuda", 2)
-
-
-WITH_A_NUMBER = """
-import torch
-get_inputs = lambda: [torch.rand(4, 3), 3.14]
-get_init_inputs = lambda: []
-Model = torch.nn.Identity
-"""
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("class Model(:", "reference.py must load and give inputs, and raises SyntaxError"),
-        ("class Model: ...", "raises AttributeError"),
-        (WITH_A_NUMBER, "tensors alone"),
-    ],
-    ids=["syntax", "no inputs", "a number among the inputs"],
-)
-def test_a_reference_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch, capsys, text, words):
-    monkeypatch.setattr(bench, "verify", lambda *arguments: None)
-    (tmp_path / "reference.py").write_text(text)
-    (tmp_path / "model_new.py").write_text("from torch.nn import Identity as ModelNew")
-    assert bench.main([str(tmp_path), "--device", "cpu"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("bench.py: ") and words in said

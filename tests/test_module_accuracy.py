@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import check_close_to_largest, examples, gradients, make_input, make_pair
+from conftest import check_close_to_largest, either_precision, examples, gradients, make_input, make_pair
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ UNIT = 2.0**-23  # of float32's mantissa
 MODES = {"highest": UNIT, "high": 2.0**-10}  # the unit of the operands: float32's, TF32's and float16's
 ROUNDINGS = 8
 either_form = pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
-either_precision = pytest.mark.parametrize("mode", MODES)
 
 
 def rms(t):

@@ -20,6 +20,7 @@ from conftest import (
     check_gradients,
     check_match,
     check_same_outcome,
+    either_precision,
     gradients,
     make_input,
     make_pair,
@@ -37,7 +38,6 @@ SIZES = {  # batch, input, hidden, output: sizes at which the module by itself c
     "split": (2048, 1000, 1025, 1023),
 }
 either_form = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-either_precision = pytest.mark.parametrize("mode", ["highest", "high"])
 TOLERANCE = {"highest": 1e-4, "high": 1e-2}
 
 
