@@ -1768,19 +1768,32 @@ class _Fused(torch.autograd.Function):
         return tuple(g if needed else None for g, needed in zip(found, needs, strict=True))
 
 
+_LINEAR = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl  # as they are before anybody replaces one
+
+
 def _is_plain(linear):
     """Whether calling this submodule is ``nn.functional.linear`` and nothing else: no hooks, no other ``forward``."""
+    if not isinstance(linear, nn.Module):
+        return False
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    kind, own = type(linear), vars(linear)
     return (
-        getattr(type(linear), "forward", None) is nn.Linear.forward
-        and "forward" not in vars(linear)
+        (getattr(kind, "forward", None), kind.__call__, kind._call_impl) == _LINEAR
+        and "forward" not in own
+        and "_call_impl" not in own
+        and getattr(linear, "_compiled_call_impl", None) is None
         and not hooked
         and not nn.modules.module._has_any_global_hook()
     )
 
 
+_PLAIN = torch.Tensor, nn.Parameter  # others have a way of their own with shapes, dtypes and devices
+
+
 def _check(x, weight):
     """Raises RuntimeError where ``x`` does not fit ``linear1.weight``, in words that name both."""
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN or x.is_nested:
+        return
     if x.device != weight.device:
         raise RuntimeError(f"x must be on {weight.device}, where linear1.weight is, but it is on {x.device}: move one")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -1803,7 +1816,7 @@ def _fits_fused(x, weight1, bias1, weight2, bias2):
     if torch.autograd.forward_ad._current_level >= 0:  # tangents, which the operator does not have
         return False
     for t in (x, weight1, bias1, weight2, bias2):
-        if type(t) not in (torch.Tensor, nn.Parameter):  # none at all, or a sharded one, say
+        if type(t) not in _PLAIN or t.is_nested:  # none at all, or a sharded one, say
             return False
         if not t.is_cuda or t.device != x.device or t.dtype is not torch.float32 or t.layout is not torch.strided:
             return False
@@ -1839,9 +1852,10 @@ class ModelNew(nn.Module):
         linear1, linear2 = self.linear1, self.linear2
         if not (isinstance(x, torch.Tensor) and _is_plain(linear1) and _is_plain(linear2)):
             return torch.logsumexp(linear2(torch.sigmoid(linear1(x))), dim=1)
-        # Read once: a parametrized weight is computed, and may change, each time it is read.
-        weight1, bias1, weight2, bias2 = linear1.weight, linear1.bias, linear2.weight, linear2.bias
+        # Read once: a parametrized weight is computed, and may change, each time it is read; and in the order of use.
+        weight1, bias1 = linear1.weight, linear1.bias
         _check(x, weight1)
+        weight2, bias2 = linear2.weight, linear2.bias
         if not _fits_fused(x, weight1, bias1, weight2, bias2):
             return torch.logsumexp(_layers(x, weight1, bias1, weight2, bias2)[1], dim=1)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight1, bias1, weight2, bias2)):
