@@ -63,7 +63,7 @@ struct Weight {
   Operand operand;                 // of padded_rows
   float* padded_bias;              // (padded_rows)
   float *half_sum, *centred_bias;  // (padded_rows): half a row's sum, which is due where h is less 1/2; W1's are 0
-  float* largest;  // (2): of all rows, the doubt; W1's scale, W2's ratio of the largest to the mean magnitude
+  float *largest_doubt, *largest_scale, *largest_ratio;  // of all rows; of the scales W1's only, of the ratios W2's
 };
 
 // The first product of a slice: z without its bias in raw accumulators / `unit` or, where repaired, z itself.
@@ -92,11 +92,11 @@ struct Scales {
 constexpr float kUpP = 0x1p14f;  // what the softmax is multiplied by in the gradients' operands
 
 cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream);
-cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest, Operand operand, bool* centred,
+cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_ratio, Operand operand, bool* centred,
                          cudaStream_t stream);
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
                            const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream);
-cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
+cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int padded, const float* bias,
                                   cudaStream_t stream);
 cudaError_t gradient_scales(Weights weights, Rows x, float* scales, cudaStream_t stream);
 cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
@@ -161,12 +161,15 @@ struct Sum {
   }
 };
 
-// The reduction of one value a thread over the block, returned to every thread.
+// The reduction of one value a thread over a row's threads, a block or a warp or a part of one, returned to each of
+// them.
 template <typename T, typename Op>
 __device__ T block_reduce(T value, Op op) {
   __shared__ T partial[32];
-  for (int offset = 16; offset > 0; offset /= 2) value = op(value, __shfl_xor_sync(~0u, value, offset));
-  if (blockDim.x == 32) return value;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2)
+    if (offset < blockDim.x) value = op(value, __shfl_xor_sync(~0u, value, offset));
+  if (blockDim.x <= 32) return value;
   __syncthreads();  // an earlier reduction may still be reading
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
@@ -218,6 +221,11 @@ __device__ void load_group(float (&v)[kGroup], const float* row, int start, int 
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = start + i < cols ? row[start + i] : 0.f;
   }
+}
+
+// Blocks side by side in which every group of a row has its thread.
+__host__ __device__ int blocks_across(int padded, int threads) {
+  return (padded + threads * kGroup - 1) / (threads * kGroup);
 }
 
 // Where a thread's group g of a chunk starts; a warp's are neighbours.
@@ -309,10 +317,14 @@ __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, f
   }
 }
 
+// Makes *largest at least `value`. Floats >= 0 order like the integers of the same bits, and the result is the same
+// whatever the order in which threads come.
+__device__ void raise_to(float* largest, float value) {
+  atomicMax(reinterpret_cast<int*>(largest), __float_as_int(value));
+}
+
 // Splits the weights and rows of x, one block a row of each. A weight's pad rows repeat its first, so that a product's
-// pad columns change nothing of what is found about its row. Largest values of all rows of a weight meet by atomicMax,
-// which floats >= 0 allow, as they order like the integers of the same bits, and which gives the same whatever the
-// order.
+// pad columns change nothing of what is found about its row.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads) split_kernel(Weight w1, Weight w2, Rows rows, Operand operand) {
   wait_for_stream();
@@ -331,8 +343,9 @@ __global__ void __launch_bounds__(kThreads) split_kernel(Weight w1, Weight w2, R
     w.padded_bias[r] = w.bias[from];
     if (!second) w.half_sum[r] = 0.f;
     w.centred_bias[r] = w.padded_bias[r] + w.half_sum[r];
-    atomicMax(reinterpret_cast<int*>(w.largest), __float_as_int(w.operand.doubt[r]));
-    atomicMax(reinterpret_cast<int*>(w.largest + 1), __float_as_int(second ? ratio : w.operand.scale[r]));
+    raise_to(w.largest_doubt, w.operand.doubt[r]);
+    if (second) raise_to(w.largest_ratio, ratio);
+    else raise_to(w.largest_scale, w.operand.scale[r]);
   }
 }
 
@@ -356,7 +369,7 @@ __device__ bool in_doubt(float raw, float doubt) { return doubt > 0.f && !(fabsf
 template <typename Product, typename Row>
 __device__ bool repair_row(Product* product, float unit, float row_scale, float row_doubt, bool centred,
                            const Row& operand, const Weight& weight) {
-  if (!(row_doubt + weight.largest[0] > 0.f)) return false;
+  if (!(row_doubt + *weight.largest_doubt > 0.f)) return false;
   bool any = false;
   for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x)
     any |= in_doubt(load(product + j) * unit, row_doubt + weight.operand.doubt[j]);
@@ -435,7 +448,7 @@ __device__ RowFacts block_reduce(RowFacts facts) {  // with one barrier; another
 // The rows that the product wrote last are still in the L2 cache, so they come first.
 template <int kParts, typename Product, bool kFits>
 __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
-    bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ next_largest, Operand operand,
+    bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ next_ratio, Operand operand,
                         bool* __restrict__ centred) {
   wait_for_stream();
   const Weight& weight = hidden.weight;
@@ -474,8 +487,9 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
       if (kParts == 1 && group_start(chunk, g) < padded) facts.sum += sum;
     }
   };
-  for (bool checked = false;;
-       checked = true) {  // a loop, so that the code is there once: twice it would not fit the registers
+  // A second time where a row was repaired. A loop, so that the code is there once: twice it would not fit the
+  // registers.
+  for (bool checked = false;; checked = true) {
     facts = {};
     if (kFits) h_of_chunk(0);
     else
@@ -483,15 +497,15 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
     facts = block_reduce(facts);
     float doubt = hidden.operand.doubt[r];
     // Below 2^-14 a float16 is off by up to 2^-25: in z by more than 2^-13, where scales are that large.
-    if (kHalf && row_scale * weight.largest[1] > 0x1p12f) doubt += 0x1p-14f * hidden.unit;
-    if (checked || !in_doubt(facts.smallest * hidden.unit, doubt + weight.largest[0])) break;
+    if (kHalf && row_scale * *weight.largest_scale > 0x1p12f) doubt += 0x1p-14f * hidden.unit;
+    if (checked || !in_doubt(facts.smallest * hidden.unit, doubt + *weight.largest_doubt)) break;
     int64_t x_row = r;
     asm volatile("" : "+l"(x_row));  // or its address is made before the sweep, for which registers are few
     const auto x_element = [&](int64_t k, float) { return hidden.x.data[x_row * hidden.x.stride + k]; };
     repaired = repair_row(row, hidden.unit, row_scale, doubt, false, x_element, weight);  // with barriers
   }
   const RowFacts found = facts;  // below, h_of_chunk may read what other threads have written
-  const bool centre = found.lowest >= 0.125f || (kParts == 1 && found.sum >= 0.25f * padded && next_largest[1] <= 8.f);
+  const bool centre = found.lowest >= 0.125f || (kParts == 1 && found.sum >= 0.25f * padded && *next_ratio <= 8.f);
   const float shift = centre ? -0x1p14f : 0.f;
   __half* to = operand.data + r * kParts * padded + threadIdx.x * kGroup;
   for (int chunk = 0; chunk == 0 || (!kFits && chunk < padded); chunk += kChunk) {
@@ -528,8 +542,9 @@ __global__ void __launch_bounds__(kThreads)
                           const float* __restrict__ doubt, const bool* __restrict__ centred, Weight weight,
                           float* __restrict__ out) {
   wait_for_stream();
-  const int64_t r = batch - 1 - (blockIdx.x * int64_t{blockDim.y} + threadIdx.y);
-  if (r < 0) return;
+  const int64_t index = batch - 1 - (blockIdx.x * int64_t{blockDim.y} + threadIdx.y), r = max(index, int64_t{0});
+  const bool real = index >= 0;  // the rest of a warp that has rows must go on with it
+  if (kSplit && !real) return;
   const int cols = weight.rows;
   float* row = product + r * weight.padded_rows;
   float y[kSweep][kGroup], bias[kGroup], scale[kGroup];
@@ -586,7 +601,7 @@ __global__ void __launch_bounds__(kThreads)
         nan |= isnan(v);
         top = fmaxf(top, v);
       }
-      if (keep) store_vector(row + start, y[g]);
+      if (keep && real) store_vector(row + start, y[g]);
     }
     if (top > largest) sum *= fast_exp(largest - top);
     largest = top;
@@ -596,22 +611,26 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) sum += fast_exp(y[g][i] - base);
   }
-  const float top = block_reduce(largest, Max());
+  const float top = block_reduce(nan ? NAN : largest, Max());
   sum = block_reduce(top > largest ? sum * fast_exp(largest - top) : sum, Sum());
-  nan = any_of_row(nan);
-  if (threadIdx.x == 0) out[r] = nan ? NAN : isinf(top) ? top : top + logf(sum);
+  if (threadIdx.x == 0 && real) out[r] = isinf(top) ? top : top + logf(sum);
 }
 
-// The plain form's h = sigmoid(z + b1) in place, (batch, padded), one element a thread at a time: 8 bytes an element.
+// The plain form's h = sigmoid(z + b1) in place, (batch, padded), four neighbours a thread: 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
-    bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t batch, int hidden, int64_t padded,
+    bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t batch, int hidden, int padded,
                                  const float* __restrict__ bias) {
   wait_for_stream();
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < batch * padded;
-       i += gridDim.x * int64_t{kThreads}) {
-    const int column = i % padded;
-    z[i] = column < hidden ? sigmoid(z[i] + bias[column]) : 0.f;
-  }
+  const int across = blocks_across(padded, blockDim.x);
+  const int64_t r = blockIdx.x / across * int64_t{blockDim.y} + threadIdx.y;
+  const int start = (blockIdx.x % across * blockDim.x + threadIdx.x) * kGroup;
+  if (r >= batch || start >= padded) return;
+  float v[kGroup], b[kGroup];
+  load_vector(v, z + r * padded + start);
+  load_group(b, bias, start, hidden, aligned(bias, 0));
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) v[i] = start + i < hidden ? sigmoid(v[i] + b[i]) : 0.f;
+  store_vector(z + r * padded + start, v);
 }
 
 // ---- Gradients --------------------------------------------------------------------------------------------
@@ -640,7 +659,7 @@ struct Strip {
   int start;
 
   __device__ Strip(int64_t batch, int padded, int rows) {
-    const int across = (padded + kThreads * kGroup - 1) / (kThreads * kGroup);
+    const int across = blocks_across(padded, kThreads);
     begin = blockIdx.x / across * int64_t{rows};
     end = min(begin + rows, batch);
     start = (blockIdx.x % across * kThreads + threadIdx.x) * kGroup;
@@ -657,7 +676,7 @@ __global__ void __launch_bounds__(kThreads)
   const Strip strip(x.count, x.padded, kBoundRows);
   const int64_t row = strip.begin + threadIdx.x;
   const float largest_grad = block_reduce(row < strip.end ? fabsf(weights.grad[row]) : 0.f, Max());
-  if (strip.start == 0) atomicMax(reinterpret_cast<int*>(bounds + x.padded), __float_as_int(largest_grad));
+  if (strip.start == 0) raise_to(bounds + x.padded, largest_grad);
   const bool is_aligned = aligned(x.data, x.stride);
   float largest[kGroup] = {}, v[kGroup];
 #pragma unroll 8
@@ -667,8 +686,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) largest[i] = Max()(largest[i], fabsf(v[i]) * weight);
   }
-  for (int i = 0; i < kGroup && strip.start + i < x.cols; ++i)
-    atomicMax(reinterpret_cast<int*>(bounds + strip.start + i), __float_as_int(largest[i]));
+  for (int i = 0; i < kGroup && strip.start + i < x.cols; ++i) raise_to(bounds + strip.start + i, largest[i]);
 }
 
 // Puts in the place of bounds the scales: what undoes the powers of two that keep below 2^15 what they bound.
@@ -811,32 +829,42 @@ cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, c
                 stream, w1, w2, rows, operand);
 }
 
-cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest, Operand operand, bool* centred,
+cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_ratio, Operand operand, bool* centred,
                          cudaStream_t stream) {
   const bool fits = hidden.weight.padded_rows <= kLongest;
-  const auto kernel = parts == 3 ? (fits ? bias_sigmoid_kernel<3, float, true> : bias_sigmoid_kernel<3, float, false>)
+  const auto either = [&](auto fitting, auto longer) { return fits ? fitting : longer; };
+  const auto kernel = parts == 3 ? either(bias_sigmoid_kernel<3, float, true>, bias_sigmoid_kernel<3, float, false>)
                       : hidden.half
-                          ? (fits ? bias_sigmoid_kernel<1, __half, true> : bias_sigmoid_kernel<1, __half, false>)
-                          : (fits ? bias_sigmoid_kernel<1, float, true> : bias_sigmoid_kernel<1, float, false>);
-  return launch(kernel, hidden.x.count, kThreads, stream, hidden, next_largest, operand, centred);
+                          ? either(bias_sigmoid_kernel<1, __half, true>, bias_sigmoid_kernel<1, __half, false>)
+                          : either(bias_sigmoid_kernel<1, float, true>, bias_sigmoid_kernel<1, float, false>);
+  return launch(kernel, hidden.x.count, kThreads, stream, hidden, next_ratio, operand, centred);
+}
+
+// A block whose threads, `least` to `most` a row and a power of two, have a group of columns each, as far as they do.
+// (`repair_row` wants whole warps.)
+dim3 block_of_rows(int cols, int least, int most) {
+  int threads = least;
+  while (threads < most && threads * kGroup < cols) threads *= 2;
+  return dim3(threads, kThreads / threads);
 }
 
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
                            const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream) {
-  const dim3 threads = weight.rows <= 4096 ? dim3(32, kThreads / 32) : dim3(kThreads);  // a short row is one warp's
+  const dim3 threads = weight.rows <= 4096 ? block_of_rows(weight.rows, parts ? 32 : 1, 32) : dim3(kThreads);
   return launch(parts ? bias_logsumexp_kernel<true> : bias_logsumexp_kernel<false>, (batch + threads.y - 1) / threads.y,
                 threads, stream, batch, product, row_scale, keep, hidden, doubt, centred, weight, out);
 }
 
-cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int64_t padded, const float* bias,
+cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int padded, const float* bias,
                                   cudaStream_t stream) {
-  const int64_t needed = (batch * padded + kThreads - 1) / kThreads, blocks = needed < 65536 ? needed : 65536;
-  return launch(bias_sigmoid_in_place_kernel, blocks, kThreads, stream, z, batch, hidden, padded, bias);
+  const dim3 threads = block_of_rows(padded, 1, kThreads);
+  return launch(bias_sigmoid_in_place_kernel, (batch + threads.y - 1) / threads.y * blocks_across(padded, threads.x),
+                threads, stream, z, batch, hidden, padded, bias);
 }
 
 // The blocks of strips of so many rows.
 int64_t strips(int64_t batch, int padded, int rows) {
-  return (batch + rows - 1) / rows * ((padded + kThreads * kGroup - 1) / (kThreads * kGroup));
+  return (batch + rows - 1) / rows * blocks_across(padded, kThreads);
 }
 
 cudaError_t gradient_scales(Weights weights, Rows x, float* scales, cudaStream_t stream) {
@@ -1028,7 +1056,7 @@ int64_t piece(int64_t k, int64_t longest) {
 // product (rows, cols) = operand (rows, parts * k) @ weight (cols, parts * k).T, hi * hi in pieces of `step`; it wants
 // `correction(step)`.
 void gemm_along(int parts, int64_t rows, int64_t cols, int64_t k, int64_t step, const __half* operand,
-                const __half* weight, void* product, cudaStream_t stream) {
+                const __half* weight, float* product, cudaStream_t stream) {
   const int64_t stride = parts * k;
   for (int64_t begin = 0, end = stride - k + std::min(k, step); begin < stride;
        begin = end, end = std::min(stride, end + step))
@@ -1086,7 +1114,9 @@ struct WeightMemory {
             fact(2),
             fact(3),
             fact(4),
-            largest};
+            largest,
+            largest + 1,
+            largest + 2};
   }
 };
 
@@ -1114,9 +1144,9 @@ struct Kept {
 void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2,
                 const Tensor& bias2, const Tensor& out, Kept* kept, cudaStream_t stream) {
   const int64_t batch = x.size(0), input8 = pad(x.size(1));
-  const auto largest = empty({4}, x);
-  C10_CUDA_CHECK(cudaMemsetAsync(floats(largest), 0, 4 * sizeof(float), stream));
-  const WeightMemory w1(parts, weight1, bias1, floats(largest)), w2(parts, weight2, bias2, floats(largest) + 2);
+  const auto largest = empty({2, 3}, x);
+  C10_CUDA_CHECK(cudaMemsetAsync(floats(largest), 0, 6 * sizeof(float), stream));
+  const WeightMemory w1(parts, weight1, bias1, floats(largest)), w2(parts, weight2, bias2, floats(largest) + 3);
   const int64_t hidden8 = w1.view.padded_rows, output8 = w2.view.padded_rows;
 
   const int64_t longest = longest_piece(parts, kept), step1 = piece(input8, longest), step2 = piece(hidden8, longest);
@@ -1157,8 +1187,10 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
     if (half)
       gemm({rows, hidden8, input8, input8, input8, false, true}, split_x.data, w1.view.operand.data, hidden.product,
            stream, false, 1 / unit);
-    else gemm_along(parts, rows, hidden8, input8, step1, split_x.data, w1.view.operand.data, hidden.product, stream);
-    CHECK_LAUNCH(bias_sigmoid(parts, hidden, w2.view.largest, split_h, centred, stream));
+    else
+      gemm_along(parts, rows, hidden8, input8, step1, split_x.data, w1.view.operand.data,
+                 static_cast<float*>(hidden.product), stream);
+    CHECK_LAUNCH(bias_sigmoid(parts, hidden, w2.view.largest_ratio, split_h, centred, stream));
     gemm_along(parts, rows, output8, hidden8, step2, split_h.data, w2.view.operand.data, y, stream);
     CHECK_LAUNCH(bias_logsumexp(parts, rows, y, correction(step2) * 0x1p-15f, kept != nullptr, hidden, split_h.doubt,
                                 centred, w2.view, floats(out) + begin, stream));
@@ -1300,19 +1332,32 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
 
 // ---- Operators --------------------------------------------------------------------------------------------
 
-// Whether the split form is the quicker one: it gains by each multiplication, and loses by what it moves beyond the
-// plain form, by rows (it handles one a block) and by launches. The constants, in seconds, fit an H200 at 33 sizes
-// (batch 1 to 65536, widths 7 to 50257), and a form that took 10 % more time under TF32. cuBLAS's TF32 is slower by far
-// where rows do not start at multiples of 16 bytes. GPUs with less float16 for their float32 than those named go plain.
-bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, std::optional<bool> asked) {
+// What the split form gains on an H200, in seconds, by a multiplication, by one whose rows do not start at multiples of
+// 16 bytes (which TF32 minds), and by an element of h; and what it loses by a weight, an element of x and y, a row, a
+// call.
+struct Costs {
+  double product, misaligned_product, hidden, weight, element, row, call;
+};
+
+// Without and with gradients. Fit to the times of both forms at 67 and at 19 sizes (batch 1 to 262144, widths 7 to
+// 50257): what is chosen takes on average 1 % longer than the better form.
+constexpr Costs kFloat32[] = {{2.9e-14, 2.9e-14, 0, 2.5e-12, 2e-12, 4e-9, 2e-6},
+                              {7e-14, 7e-14, 0, 9.5e-12, 5e-12, 2e-8, 2e-5}};
+constexpr Costs kTf32[] = {{2e-15, 1.25e-14, 2e-12, 4e-13, 0, 3e-9, 1e-5},
+                           {6.5e-15, 2.5e-14, 1e-12, 6e-12, 0, 5e-9, 2e-5}};
+
+// Whether the split form is the quicker one. GPUs with less float16 for their float32 than those named go plain.
+bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, bool for_gradients,
+            std::optional<bool> asked) {
   const auto* gpu = at::cuda::getCurrentDeviceProperties();
   const bool pays = gpu->major == 9 || gpu->major == 10 || (gpu->major == 8 && gpu->minor == 0);
   const double batch = x.size(0), input = x.size(1), hidden = weight1.size(0), output = weight2.size(0);
   const double weights = hidden * (input + output);
   const bool aligned = x.size(1) % 4 == 0 && weight1.size(0) % 4 == 0;
-  const double gained = batch * weights * (!tf32 ? 3.1e-14 : aligned ? 4e-15 : 1.2e-14);
-  const double moved = tf32 ? 4 * batch * input + 6 * weights : batch * (6 * input + 8 * hidden) + 10 * weights;
-  return asked.value_or(pays && gained > moved / 2.5e12 + batch * 2.5e-9 + 2.5e-5);
+  const Costs& s = (tf32 ? kTf32 : kFloat32)[for_gradients];
+  const double gained = batch * weights * (aligned ? s.product : s.misaligned_product) + batch * hidden * s.hidden;
+  const double lost = weights * s.weight + batch * (input + output) * s.element + batch * s.row + s.call;
+  return asked.value_or(pays && gained > lost);
 }
 
 void check(const Tensor& t, const char* name, const Tensor& x, std::initializer_list<int64_t> sizes) {
@@ -1347,7 +1392,7 @@ std::pair<Tensor, Kept> run(const Tensor& x, const Tensor& weight1, const Tensor
   const auto rows = rows_of(x), w1 = weight1.contiguous(), b1 = bias1.contiguous(), w2 = weight2.contiguous();
   const auto b2 = bias2.contiguous();
   Kept kept;
-  if (splits(x, w1, w2, tf32, split))
+  if (splits(x, w1, w2, tf32, keep, split))
     split_form(tf32 ? 1 : 3, rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
   else plain_form(rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
   return {out, kept};
@@ -1387,7 +1432,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& grad,
   const Kept kept{h.contiguous(), y.contiguous(), slope.contiguous()};
   const auto g = grad.contiguous(), rows = rows_of(x), w1 = weight1.contiguous(), w2 = weight2.contiguous();
   const Needs needs{need_x, need_first, need_second};
-  const auto d = splits(x, w1, w2, tf32, split)
+  const auto d = splits(x, w1, w2, tf32, true, split)
                      ? split_gradients(tf32 ? 1 : 3, g, rows, w1, w2, out.contiguous(), kept, needs, stream)
                      : plain_gradients(g, rows, w1, w2, out.contiguous(), kept, needs, stream);
   const auto or_nothing = [&](const Tensor& t) { return t.defined() ? t : empty({0}, x); };
