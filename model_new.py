@@ -1817,7 +1817,7 @@ class _Fused(torch.autograd.Function):
 
 
 # As this file finds them: what replaces one later is seen, what did so before is not.
-_LINEAR = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
+_LINEAR = nn.functional.linear, nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
 
 
 def _is_plain(linear):
@@ -1825,17 +1825,18 @@ def _is_plain(linear):
 
     No hooks, no ``forward``, ``__call__`` or ``_call_impl`` of its own, not compiled by itself.
     """
-    if not isinstance(linear, nn.Module):
+    kind = type(linear)  # isinstance would believe a proxy
+    if not issubclass(kind, nn.Module):
+        return False
+    if (nn.functional.linear, kind.forward, kind.__call__, kind._call_impl) != _LINEAR:
         return False
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-    kind, own = type(linear), vars(linear)
-    return (
-        (getattr(kind, "forward", None), kind.__call__, kind._call_impl) == _LINEAR
-        and "forward" not in own
-        and "_call_impl" not in own
-        and linear._compiled_call_impl is None
-        and not hooked
-        and not nn.modules.module._has_any_global_hook()
+    return not (
+        hooked
+        or nn.modules.module._has_any_global_hook()
+        or "forward" in vars(linear)
+        or "_call_impl" in vars(linear)
+        or linear._compiled_call_impl
     )
 
 

@@ -10,6 +10,7 @@ import math
 import pickle
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -795,6 +796,24 @@ def test_what_is_done_to_a_linear_has_its_effect(device, intervention):
         check_gradients(new, reference, x)
         check_match(new.eval()(x), reference.eval()(x))
         check_match(new.train()(x), reference.train()(x))
+
+
+def test_a_proxy_of_a_linear(device):
+    modules = make_pair(*SIZES, device=device)
+    linears = [module.linear1 for module in modules]
+    for module, linear in zip(modules, linears, strict=True):
+        module.linear1 = weakref.proxy(linear)
+    reference, new = modules
+    x = make_input(5, 33, device)
+    check_match(new(x), reference(x))
+
+
+def test_the_function_replaced(device, monkeypatch):
+    reference, new = make_pair(*SIZES, device=device)
+    before = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda x, *parameters: 2 * before(x.float(), *parameters))
+    x = make_input(5, 33, device).half()
+    check_match(new(x), reference(x))
 
 
 @pytest.mark.parametrize("owner, name", [(nn.Linear, "forward"), (nn.Module, "__call__"), (nn.Module, "_call_impl")])
