@@ -28,6 +28,7 @@ import time
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 EXTENSION = "gemm_sigmoid_logsumexp"
 
@@ -1816,71 +1817,87 @@ class _Fused(torch.autograd.Function):
         return tuple(g if needed else None for g, needed in zip(found, needs, strict=True))
 
 
-# As this file finds them: what replaces one later is seen, what did so before is not.
-_LINEAR = nn.functional.linear, nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
+_LINEAR = nn.functional.linear, nn.modules.linear.Linear.forward, nn.Module.__call__, nn.Module._call_impl
+# As PyTorch has them, not as somebody did who came before this file.
+_UNPATCHED = _LINEAR[0] is torch._C._nn.linear and all(
+    getattr(method, "__globals__", None) is vars(sys.modules[home])
+    for method, home in zip(_LINEAR[1:], ("torch.nn.modules.linear", *["torch.nn.modules.module"] * 2), strict=True)
+)
 
 
 def _is_plain(linear):
-    """Whether calling this submodule is ``nn.functional.linear`` and nothing else.
+    """Whether calling this submodule is ``nn.functional.linear`` of its ``weight`` and ``bias``, and nothing else.
 
-    No hooks, no ``forward``, ``__call__`` or ``_call_impl`` of its own, not compiled by itself.
+    No hooks, no ``forward``, ``__call__`` or ``_call_impl`` of its own, not compiled by itself, not parametrized.
     """
     kind = type(linear)  # isinstance would believe a proxy
-    if not issubclass(kind, nn.Module):
+    if not (_UNPATCHED and issubclass(kind, nn.Module)):
         return False
-    if (nn.functional.linear, kind.forward, kind.__call__, kind._call_impl) != _LINEAR:
+    if (nn.functional.linear, getattr(kind, "forward", None), kind.__call__, kind._call_impl) != _LINEAR:
         return False
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     return not (
         hooked
         or nn.modules.module._has_any_global_hook()
+        or linear.forward is None  # read so that torch.compile sees it replaced later, which it does not by `vars`
         or "forward" in vars(linear)
         or "_call_impl" in vars(linear)
-        or linear._compiled_call_impl
+        or linear._compiled_call_impl is not None
+        or hasattr(kind, "weight")  # a property, which computes it
+        or hasattr(kind, "bias")
     )
 
 
 _PLAIN = torch.Tensor, nn.Parameter  # others have a way of their own with shapes, dtypes and devices
 
 
-def _check(x, weight):
-    """Raises RuntimeError where a plain ``x`` does not fit a plain ``linear1.weight``, in words that name both."""
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN or x.is_nested:
-        return
+def _is_watched():
+    """Whether somebody is to see PyTorch's own ops: a mode or transform that acts on them, or a graph to be kept."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0  # tangents, which the operator does not have
+        or any([type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()])
+        or (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
+        or torch.jit.is_tracing()
+    )
+
+
+def _fused_arguments(x, linear1, linear2):
+    """What the fused operator takes, where it gives what calling the two submodules would; else None."""
+    if not (_is_plain(linear1) and _is_plain(linear2)) or torch.is_autocast_enabled("cuda") or _is_watched():
+        return None
+    x, weight1, bias1, weight2, bias2 = found = x, linear1.weight, linear1.bias, linear2.weight, linear2.bias
+    for t in found:
+        if type(t) not in _PLAIN or t.is_nested:  # none at all, or a sharded one, say
+            return None
+        if not t.is_cuda or t.device != x.device or t.dtype is not torch.float32 or t.layout is not torch.strided:
+            return None
+    if x.dim() != 2 or bias1.dim() != 1 or bias2.dim() != 1:
+        return None
+    (batch, features), hidden, outputs = x.shape, bias1.shape[0], bias2.shape[0]
+    fits = weight1.shape == (hidden, features) and weight2.shape == (outputs, hidden)
+    return found if fits and 0 not in (batch, features, hidden, outputs) else None
+
+
+def _misfit(x, linear):
+    """What is wrong with an ``x`` that this submodule refused, in words that name both, or None."""
+    if not (type(x) in _PLAIN and _is_plain(linear) and type(linear.weight) in _PLAIN) or x.is_nested:
+        return None
+    weight = linear.weight
     if x.device != weight.device:
-        raise RuntimeError(f"x must be on {weight.device}, where linear1.weight is, but it is on {x.device}: move one")
+        return f"x must be on {weight.device}, where linear1.weight is, but it is on {x.device}: move one"
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise RuntimeError(
+        return (
             f"x must be {weight.dtype}, as linear1.weight is, but it is {x.dtype}: "
             "mat1 and mat2 must have the same dtype, so cast one"
         )
     if x.dim() >= 2 and weight.dim() == 2 and x.shape[-1] != weight.shape[1]:
         rows, (hidden, features) = x.shape[:-1].numel(), weight.shape
-        raise RuntimeError(
+        return (
             f"x must have {features} features, as linear1.weight has, but its shape is {tuple(x.shape)}: "
             f"mat1 and mat2 shapes cannot be multiplied ({rows}x{x.shape[-1]} and {features}x{hidden})"
         )
-
-
-def _fits_fused(x, weight1, bias1, weight2, bias2):
-    """Whether the fused operator covers these tensors; PyTorch's own ops cover the rest."""
-    if torch.is_autocast_enabled("cuda") or torch._C._are_functorch_transforms_active():
-        return False
-    if torch.autograd.forward_ad._current_level >= 0:  # tangents, which the operator does not have
-        return False
-    for t in (x, weight1, bias1, weight2, bias2):
-        if type(t) not in _PLAIN or t.is_nested:  # none at all, or a sharded one, say
-            return False
-        if not t.is_cuda or t.device != x.device or t.dtype is not torch.float32 or t.layout is not torch.strided:
-            return False
-    if x.dim() != 2 or bias1.dim() != 1 or bias2.dim() != 1:
-        return False
-    (batch, features), hidden, outputs = x.shape, bias1.shape[0], bias2.shape[0]
-    return (
-        weight1.shape == (hidden, features)
-        and weight2.shape == (outputs, hidden)
-        and 0 not in (batch, features, hidden, outputs)
-    )
+    return None
 
 
 class ModelNew(nn.Module):
@@ -1899,19 +1916,19 @@ class ModelNew(nn.Module):
         """``x`` (batch, input) -> (batch), of the parameters' dtype and device.
 
         float32 tensors on a GPU take the fused operator, at the precision of PyTorch's switch
-        (``torch.backends.cuda.matmul.fp32_precision``); everything else takes PyTorch's own ops, as the reference does.
+        (``torch.backends.cuda.matmul.fp32_precision``); everything else takes the submodules, as the reference does.
         Raises RuntimeError where ``x`` does not fit the parameters' shape, dtype or device, before any launch.
         """
-        linear1, linear2 = self.linear1, self.linear2
-        if not (isinstance(x, torch.Tensor) and _is_plain(linear1) and _is_plain(linear2)):
-            return torch.logsumexp(linear2(torch.sigmoid(linear1(x))), dim=1)
-        # Read once: a parametrized weight is computed, and may change, each time it is read; and linear2's only where x
-        # fits linear1, as the reference has run that by then.
-        weight1, bias1 = linear1.weight, linear1.bias
-        _check(x, weight1)
-        weight2, bias2 = linear2.weight, linear2.bias
-        if not _fits_fused(x, weight1, bias1, weight2, bias2):
-            return torch.logsumexp(_layers(x, weight1, bias1, weight2, bias2)[1], dim=1)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight1, bias1, weight2, bias2)):
-            return _Fused.apply(x, weight1, bias1, weight2, bias2)[0]
-        return extension(x.device.index).forward.default(x, weight1, bias1, weight2, bias2, _tf32())
+        arguments = _fused_arguments(x, getattr(self, "linear1", None), getattr(self, "linear2", None))
+        if arguments is None:
+            try:
+                hidden = torch.sigmoid(self.linear1(x))
+            except RuntimeError:
+                misfit = _misfit(x, self.linear1)
+                if misfit is None:
+                    raise
+                raise RuntimeError(misfit) from None
+            return torch.logsumexp(self.linear2(hidden), dim=1)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in arguments):
+            return _Fused.apply(*arguments)[0]
+        return extension(x.device.index).forward.default(*arguments, _tf32())

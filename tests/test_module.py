@@ -38,6 +38,8 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
 )
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model_new import ModelNew
 from reference import Model
@@ -518,6 +520,30 @@ def test_compile_sees_what_changes_afterwards(fresh_compiler, precision):
     check_match(compiled(x), reference(x))
     precision("high")
     check_match(compiled(x), reference(x))
+    for module in reference, new:
+        module.linear1.forward = lambda x: x.sum() * torch.ones(len(x), 65)
+    check_match(compiled(x), reference(x))
+
+
+def test_compile_of_what_is_compiled_by_itself(fresh_compiler):
+    reference, new = make_pair(*SIZES)
+    new.linear1.compile(backend="eager")
+    x = make_input(5, 33)
+    check_match(torch.compile(new, backend="eager", fullgraph=True)(x), reference(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_jit_trace(device):
+    reference, new = make_pair(*SIZES, device=device)
+    traced = torch.jit.trace(new, make_input(5, 33, device))
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    x = make_input(21, 33, device, requires_grad=True)
+    check_match(loaded(x), reference(x))
+    check_gradients(loaded, reference, x)
 
 
 def test_export(tmp_path):
@@ -674,6 +700,8 @@ def test_meta_device(device):
     assert all(p.is_meta for p in new.parameters())
     out = new(torch.empty(5, 33, device="meta"))
     assert out.is_meta and out.shape == (5,)
+    rounded = torch.empty(5, 33, device="meta", dtype=torch.bfloat16)
+    check_same_outcome(outcome(new, rounded), outcome(copy.deepcopy(reference).to("meta"), rounded))
     new.to_empty(device=device).load_state_dict(reference.state_dict())
     x = make_input(5, 33, device, requires_grad=True)
     check_match(new(x), reference(x))
@@ -756,6 +784,11 @@ INTERVENTIONS = {  # what a person may do to a linear inside a module; each acts
         m.linear1, "_compiled_call_impl", lambda x: torch.ones(len(x), 65, device=d)
     ),
     "a function": lambda m, d: by_function(m),
+    "traced by itself": lambda m, d: setattr(m, "linear1", torch.jit.trace(m.linear1, make_input(2, 33, d))),
+    "scripted by itself": lambda m, d: setattr(m, "linear1", torch.jit.script(m.linear1)),
+    "the last replaced as the first runs": lambda m, d: m.linear1.register_forward_hook(
+        lambda *_: setattr(m, "linear2", same_linear(d, 65, 17))
+    ),
     "no first layer": lambda m, d: setattr(m, "linear1", None),
     "no last layer": lambda m, d: setattr(m, "linear2", None),
     "no weight": lambda m, d: setattr(m.linear1, "weight", None),
@@ -806,6 +839,51 @@ def test_a_proxy_of_a_linear(device):
     reference, new = modules
     x = make_input(5, 33, device)
     check_match(new(x), reference(x))
+
+
+def test_a_method_replaced_before_the_import(device, monkeypatch):
+    before = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * before(self, x))
+    reference, imported = make_pair(*SIZES, device=device)
+    late = {"__name__": "late"}
+    exec((ROOT / "model_new.py").read_text(), late)
+    new = late["ModelNew"](*SIZES).to(device)
+    new.load_state_dict(reference.state_dict())
+    x = make_input(5, 33, device)
+    check_match(new(x), reference(x))
+    check_match(imported(x), reference(x))
+
+
+class Cast(TorchFunctionMode):
+    """Casts what enters a linear to its weight's dtype."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            args = args[0].to(args[1].dtype), *args[1:]
+        return function(*args, **(kwargs or {}))
+
+
+class Double(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is nn.functional.linear else result
+
+
+class DoubleProducts(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is torch.ops.aten.addmm.default else result
+
+
+@pytest.mark.parametrize(
+    "mode, dtype", [(Cast, torch.float64), (Double, torch.float32), (DoubleProducts, torch.float32)]
+)
+def test_a_mode_sees_pytorch_s_own_ops(device, mode, dtype):
+    reference, new = make_pair(*SIZES, device=device)
+    x = make_input(5, 33, device).to(dtype)
+    with mode():
+        actual, expected = new(x), reference(x)
+    check_match(actual, expected)
 
 
 def test_the_function_replaced(device, monkeypatch):

@@ -3,6 +3,7 @@
 What holds on every device is in test_module.py, and runs there through both forms of the fused operators.
 """
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -603,6 +604,13 @@ def test_precision_decides_between_forms_of_one_module(precision):
             out = new(x)
             assert torch.equal(out, seen.setdefault("high" if mode == "medium" else mode, out))
     assert not torch.equal(seen["highest"], seen["high"])
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext(), torch.device(GPU), torch.device("cpu")], ids=str)
+def test_a_device_context_keeps_the_fused_operators(context):
+    _, new, x = set_up(SIZES["plain"])
+    with context:
+        assert type(new(x).grad_fn).__name__ == "_FusedBackward"
 
 
 def test_what_the_reference_takes_and_the_fused_operators_do_not():
