@@ -1818,10 +1818,15 @@ class _Fused(torch.autograd.Function):
 
 
 _LINEAR = nn.functional.linear, nn.modules.linear.Linear.forward, nn.Module.__call__, nn.Module._call_impl
-# As PyTorch has them, not as somebody did who came before this file.
-_UNPATCHED = _LINEAR[0] is torch._C._nn.linear and all(
-    getattr(method, "__globals__", None) is vars(sys.modules[home])
-    for method, home in zip(_LINEAR[1:], ("torch.nn.modules.linear", *["torch.nn.modules.module"] * 2), strict=True)
+_OTHERS = torch.sigmoid, torch.logsumexp
+# Whether these are PyTorch's. What somebody has replaced before this file was loaded keeps the fused operators off.
+_UNPATCHED = nn.functional.linear is torch._C._nn.linear and all(
+    getattr(method, "__globals__", None) is vars(home)
+    for method, home in (
+        (nn.modules.linear.Linear.forward, nn.modules.linear),
+        (nn.Module.__call__, nn.modules.module),
+        (nn.Module._call_impl, nn.modules.module),
+    )
 )
 
 
@@ -1852,13 +1857,14 @@ _PLAIN = torch.Tensor, nn.Parameter  # others have a way of their own with shape
 
 
 def _is_watched():
-    """Whether somebody is to see PyTorch's own ops: a mode or transform that acts on them, or a graph to be kept."""
+    """Whether PyTorch's own ops are wanted: by a mode or transform that acts on them, or for a graph to be kept."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0  # tangents, which the operator does not have
         or any([type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()])
-        or (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
+        or (torch.sigmoid, torch.logsumexp) != _OTHERS
         or torch.jit.is_tracing()
+        or torch.compiler._is_exporting_flag  # is_exporting() is true under torch.compile of PyTorch 2.11
     )
 
 
@@ -1886,7 +1892,7 @@ def _misfit(x, linear):
     weight = linear.weight
     if x.device != weight.device:
         return f"x must be on {weight.device}, where linear1.weight is, but it is on {x.device}: move one"
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weight.dtype and not x.is_meta and not torch.is_autocast_enabled(x.device.type):
         return (
             f"x must be {weight.dtype}, as linear1.weight is, but it is {x.dtype}: "
             "mat1 and mat2 must have the same dtype, so cast one"
@@ -1898,6 +1904,18 @@ def _misfit(x, linear):
             f"mat1 and mat2 shapes cannot be multiplied ({rows}x{x.shape[-1]} and {features}x{hidden})"
         )
     return None
+
+
+class _Clarify(contextlib.AbstractContextManager):
+    """Puts the RuntimeError by which this submodule refuses ``x`` into words that name both."""
+
+    def __init__(self, x, linear):
+        self.x, self.linear = x, linear
+
+    def __exit__(self, kind, error, trace):
+        misfit = _misfit(self.x, self.linear) if isinstance(error, RuntimeError) else None
+        if misfit:
+            raise RuntimeError(misfit) from None
 
 
 class ModelNew(nn.Module):
@@ -1917,17 +1935,13 @@ class ModelNew(nn.Module):
 
         float32 tensors on a GPU take the fused operator, at the precision of PyTorch's switch
         (``torch.backends.cuda.matmul.fp32_precision``); everything else takes the submodules, as the reference does.
-        Raises RuntimeError where ``x`` does not fit the parameters' shape, dtype or device, before any launch.
+        Raises what the reference raises; where ``linear1`` refuses the shape, dtype or device of ``x``, which is before
+        any launch, a RuntimeError in words that name both.
         """
         arguments = _fused_arguments(x, getattr(self, "linear1", None), getattr(self, "linear2", None))
         if arguments is None:
-            try:
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else _Clarify(x, self.linear1):
                 hidden = torch.sigmoid(self.linear1(x))
-            except RuntimeError:
-                misfit = _misfit(x, self.linear1)
-                if misfit is None:
-                    raise
-                raise RuntimeError(misfit) from None
             return torch.logsumexp(self.linear2(hidden), dim=1)
         if torch.is_grad_enabled() and any(t.requires_grad for t in arguments):
             return _Fused.apply(*arguments)[0]
