@@ -63,7 +63,7 @@ struct Weight {
   int rows, cols, padded_rows, padded_cols;
   Operand operand;                 // of padded_rows
   float* padded_bias;              // (padded_rows)
-  float *half_sum, *centred_bias;  // (padded_rows): half a row's sum, which is due where h is less 1/2; W1's are 0
+  float *half_sum, *centred_bias;  // (padded_rows): half a row's sum, due where h is less 1/2 (W1: 0); bias + half_sum
   // Of all rows: the largest doubt; W1's scale; W2's ratio of a row's largest to its mean magnitude.
   float *largest_doubt, *largest_scale, *largest_ratio;
 };
@@ -82,7 +82,7 @@ struct Hidden {
 };
 
 // What each row of the batch weighs in the gradients.
-struct Weights {
+struct RowFactors {
   const float *grad, *slope;
 };
 
@@ -100,13 +100,14 @@ cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_s
                            const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream);
 cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int padded, const float* bias,
                                   cudaStream_t stream);
-cudaError_t gradient_scales(Weights weights, Rows x, float* scales, cudaStream_t stream);
+cudaError_t gradient_scales(RowFactors factors, Rows x, float* scales, cudaStream_t stream);
 cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
                              int padded, __half* operand, float* plain, float* sums, cudaStream_t stream);
-cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, Weights weights, int64_t batch, int padded,
+cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, RowFactors factors, int64_t batch, int padded,
                              float correction, const float* w2_scale, const float* grad_scale, __half* operand,
                              __half* h_operand, float* sums, cudaStream_t stream);
-cudaError_t weigh_rows(int parts, Weights weights, Rows x, const float* x_scale, __half* operand, cudaStream_t stream);
+cudaError_t weigh_rows(int parts, RowFactors factors, Rows x, const float* x_scale, __half* operand,
+                       cudaStream_t stream);
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, float factor, Scales scales, float* to,
                     cudaStream_t stream);
 """
@@ -260,7 +261,8 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
 
 // Splits row `from` into row r of an operand, of a weight or not; beyond its end come zeros. A scale is a power of two
 // with three parts. `half_sum` is half the row's sum and `*ratio` that of its largest to its mean magnitude, where
-// asked for. The block keeps the row in registers where it fits: 4 bytes read, 2 * kParts written an element.
+// asked for. The block keeps the row in registers where it fits: 4 bytes read an element then, 8 of longer rows, and
+// 2 * kParts written.
 template <int kParts, bool kWeight>
 __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, float* half_sum, float* ratio) {
   const float* row = rows.data + from * rows.stride;
@@ -401,7 +403,7 @@ __device__ bool repair_row(Product* product, float unit, float row_scale, float 
   return true;
 }
 
-// exp(x) by the hardware, off by abs(x) 2^-24 relatively: no more than x's own rounding makes it.
+// exp(x) by the hardware, off by (2 + abs(x)) 2^-24 relatively: 2 of its own, the rest what rounding x makes of it.
 __device__ float fast_exp(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
@@ -674,20 +676,21 @@ struct Strip {
 // The largest abs(grad slope x) of each column of x, `bounds` (padded), and after them the largest abs(grad). One
 // block kBoundRows rows and 512 columns, four columns a thread: 4 bytes read an element.
 constexpr int kBoundRows = 64;
+static_assert(kBoundRows <= kThreads, "a thread takes one of the strip's grads");
 
 __global__ void __launch_bounds__(kThreads)
-    gradient_bounds_kernel(Weights weights, Rows x, float* __restrict__ bounds) {
+    gradient_bounds_kernel(RowFactors factors, Rows x, float* __restrict__ bounds) {
   wait_for_stream();
   const Strip strip(x.count, x.padded, kBoundRows);
   const int64_t row = strip.begin + threadIdx.x;
-  const float largest_grad = block_reduce(row < strip.end ? fabsf(weights.grad[row]) : 0.f, Max());
+  const float largest_grad = block_reduce(row < strip.end ? fabsf(factors.grad[row]) : 0.f, Max());
   if (strip.start == 0) raise_to(bounds + x.padded, largest_grad);
   const bool is_aligned = aligned(x.data, x.stride);
   float largest[kGroup] = {}, v[kGroup];
 #pragma unroll 8
   for (int64_t r = strip.begin; r < strip.end; ++r) {
     load_group(v, x.data + r * x.stride, strip.start, x.cols, is_aligned);
-    const float weight = fabsf(weights.grad[r]) * weights.slope[r];
+    const float weight = fabsf(factors.grad[r]) * factors.slope[r];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) largest[i] = Max()(largest[i], fabsf(v[i]) * weight);
   }
@@ -734,7 +737,7 @@ __global__ void __launch_bounds__(kThreads)
 // Without dh only grad h is made, without `h_operand` it is not.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
-    sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, Weights weights, int64_t batch,
+    sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, RowFactors factors, int64_t batch,
                             int padded, float correction, const float* __restrict__ w2_scale,
                             const float* __restrict__ grad_scale, __half* __restrict__ operand,
                             __half* __restrict__ h_operand, float* __restrict__ sums) {
@@ -747,8 +750,8 @@ __global__ void __launch_bounds__(kThreads)
     load_vector(kept, h + r * padded + strip.start);
     if (dh) {
       load_vector(v, dh + r * padded + strip.start);
-      const float slope = kParts ? weights.slope[r] : 1.f, unit = slope > 0.f ? 1.f / slope : 0.f;
-      const float factor = kParts ? weights.grad[r] : 1.f;
+      const float slope = kParts ? factors.slope[r] : 1.f, unit = slope > 0.f ? 1.f / slope : 0.f;
+      const float factor = kParts ? factors.grad[r] : 1.f;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         v[i] *= correction * (kept[i] * (1.f - kept[i]));
@@ -760,7 +763,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if constexpr (kParts != 0) {
       if (h_operand) {
-        const float up = weights.grad[r] / *grad_scale;
+        const float up = factors.grad[r] / *grad_scale;
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) kept[i] *= up;
         store_group<kParts, false>(h_operand + r * kParts * padded, strip.start, padded, kept);
@@ -780,7 +783,7 @@ __global__ void __launch_bounds__(kThreads)
 // element.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
-    weigh_rows_kernel(Weights weights, Rows x, const float* __restrict__ x_scale, __half* __restrict__ operand) {
+    weigh_rows_kernel(RowFactors factors, Rows x, const float* __restrict__ x_scale, __half* __restrict__ operand) {
   wait_for_stream();
   const Strip strip(x.count, x.padded, kStrip);
   if (strip.start >= x.padded) return;
@@ -792,7 +795,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 4
   for (int64_t r = strip.begin; r < strip.end; ++r) {
     load_group(v, x.data + r * x.stride, strip.start, x.cols, is_aligned);
-    const float weight = weights.grad[r] * weights.slope[r];
+    const float weight = factors.grad[r] * factors.slope[r];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = v[i] * weight * up[i];
     store_group<kParts, false>(operand + r * kParts * x.padded, strip.start, x.padded, v);
@@ -867,14 +870,15 @@ cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int padde
 }
 
 // The blocks of strips of so many rows.
-int64_t strips(int64_t batch, int padded, int rows) {
+int64_t strip_blocks(int64_t batch, int padded, int rows) {
   return (batch + rows - 1) / rows * blocks_across(padded, kThreads);
 }
 
-cudaError_t gradient_scales(Weights weights, Rows x, float* scales, cudaStream_t stream) {
+cudaError_t gradient_scales(RowFactors factors, Rows x, float* scales, cudaStream_t stream) {
   cudaError_t error = cudaMemsetAsync(scales, 0, (x.padded + 1) * sizeof(float), stream);
   if (error == cudaSuccess)
-    error = launch(gradient_bounds_kernel, strips(x.count, x.padded, kBoundRows), kThreads, stream, weights, x, scales);
+    error = launch(gradient_bounds_kernel, strip_blocks(x.count, x.padded, kBoundRows), kThreads, stream, factors, x,
+                   scales);
   if (error != cudaSuccess) return error;
   return launch(bounds_to_scales_kernel, x.padded / kThreads + 1, kThreads, stream, scales, x.padded + 1);
 }
@@ -884,23 +888,24 @@ cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const
   const auto kernel = parts == 3   ? softmax_gradient_kernel<3>
                       : parts == 1 ? softmax_gradient_kernel<1>
                                    : softmax_gradient_kernel<0>;
-  return launch(kernel, strips(batch, padded, kStrip), kThreads, stream, grad, y, out, batch, cols, padded, operand,
-                plain, sums);
+  return launch(kernel, strip_blocks(batch, padded, kStrip), kThreads, stream, grad, y, out, batch, cols, padded,
+                operand, plain, sums);
 }
 
-cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, Weights weights, int64_t batch, int padded,
+cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, RowFactors factors, int64_t batch, int padded,
                              float correction, const float* w2_scale, const float* grad_scale, __half* operand,
                              __half* h_operand, float* sums, cudaStream_t stream) {
   const auto kernel = parts == 3   ? sigmoid_gradient_kernel<3>
                       : parts == 1 ? sigmoid_gradient_kernel<1>
                                    : sigmoid_gradient_kernel<0>;
-  return launch(kernel, strips(batch, padded, kStrip), kThreads, stream, dh, h, weights, batch, padded,
+  return launch(kernel, strip_blocks(batch, padded, kStrip), kThreads, stream, dh, h, factors, batch, padded,
                 parts ? correction / kUpP : 1.f, w2_scale, grad_scale, operand, h_operand, sums);
 }
 
-cudaError_t weigh_rows(int parts, Weights weights, Rows x, const float* x_scale, __half* operand, cudaStream_t stream) {
-  return launch(parts == 3 ? weigh_rows_kernel<3> : weigh_rows_kernel<1>, strips(x.count, x.padded, kStrip), kThreads,
-                stream, weights, x, x_scale, operand);
+cudaError_t weigh_rows(int parts, RowFactors factors, Rows x, const float* x_scale, __half* operand,
+                       cudaStream_t stream) {
+  return launch(parts == 3 ? weigh_rows_kernel<3> : weigh_rows_kernel<1>, strip_blocks(x.count, x.padded, kStrip),
+                kThreads, stream, factors, x, x_scale, operand);
 }
 
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, float factor, Scales scales, float* to,
@@ -998,17 +1003,16 @@ struct Gemm {
     // Measured on an H200: tiles of 128 x 128 (or 160) in clusters of two are 2 to 12 % faster than cuBLAS's first
     // suggestion (256 x 128): two fit on a multiprocessor, and one computes while the other writes. The bits of
     // a float32 product are the same.
-    int chosen = 0;
-    uint32_t chosen_tile = 0;
-    for (int i = count - 1; i >= 0; --i) {
+    int chosen = 0, best = 0;
+    for (int i = 0; i < count; ++i) {
       uint32_t tile = 0;
       uint16_t cluster = 0;
       cublasLtMatmulAlgoConfigGetAttribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof(tile), nullptr);
       cublasLtMatmulAlgoConfigGetAttribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, &cluster,
                                            sizeof(cluster), nullptr);
-      const bool small = tile == CUBLASLT_MATMUL_TILE_128x128 || tile == CUBLASLT_MATMUL_TILE_128x160;
-      if (cluster == CUBLASLT_CLUSTER_SHAPE_2x1x1 && small && chosen_tile != CUBLASLT_MATMUL_TILE_128x128)
-        chosen = i, chosen_tile = tile;
+      const bool paired = cluster == CUBLASLT_CLUSTER_SHAPE_2x1x1;
+      const int rank = paired * (2 * (tile == CUBLASLT_MATMUL_TILE_128x128) + (tile == CUBLASLT_MATMUL_TILE_128x160));
+      if (rank > best) chosen = i, best = rank;
     }
     algorithm = found[chosen].algo;
   }
@@ -1048,7 +1052,8 @@ float correction(int64_t k) {
 // What is lost varies about that average, and more the longer the sum, so a long one is made in equal pieces, which
 // float32 adds. Measured with three parts at the problem's sizes, on its five kinds of data: the error of `out` is 0.8
 // to 2.6 times eager float32's with whole sums, 0.4 to 1.5 times with pieces of 2048 terms (time + 1 %), 0.2 to 1.1
-// times with 1024 (+ 8 %), which is what the gradients need to be as good. Operands of 11 bits gain nothing by it.
+// times with 1024 (+ 8 %), which is what the gradients need to be as good. Operands of 11 bits gain nothing by it. Sums
+// longer than those measured are not left whole.
 int64_t longest_piece(int parts, bool for_gradients) { return parts == 3 && for_gradients ? 1024 : 8192; }
 
 // The length of each of the fewest equal pieces of k terms; the last may be shorter by up to 7 a piece.
@@ -1068,7 +1073,8 @@ void gemm_along(int parts, int64_t rows, int64_t cols, int64_t k, int64_t step, 
          begin > 0);
 }
 
-// product (rows, cols) = operand (k, parts * rows).T @ weight (k, parts * cols), the small parts first; or adds it.
+// product (rows, cols) = operand (k, parts * rows).T @ weight (k, parts * cols), or with `add` +=: the small parts
+// first, what is truncated put back (`correction`).
 void gemm_over_batch(int parts, int64_t rows, int64_t cols, int64_t k, const __half* operand, const __half* weight,
                      float* product, bool add, cudaStream_t stream) {
   const auto gemm_part = [&](int part, int64_t begin, int64_t count, float alpha) {
@@ -1086,12 +1092,6 @@ void gemm_over_batch(int parts, int64_t rows, int64_t cols, int64_t k, const __h
 
 // ---- Forms --------------------------------------------------------------------------------------------
 
-#define CHECK_LAUNCH(call)                                                                      \
-  do {                                                                                          \
-    const cudaError_t error = (call);                                                           \
-    TORCH_CHECK(error == cudaSuccess, #call, " was not launched: ", cudaGetErrorString(error)); \
-  } while (0)
-
 float* floats(const Tensor& t) { return t.mutable_data_ptr<float>(); }
 __half* halves(const Tensor& t) { return static_cast<__half*>(t.mutable_data_ptr()); }
 Tensor empty(at::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype = at::kFloat) {
@@ -1105,9 +1105,9 @@ struct WeightMemory {
 
   WeightMemory(int parts, const Tensor& weight, const Tensor& bias, float* largest) {  // (3)
     const int rows = weight.size(0), cols = weight.size(1), rows8 = pad(rows), cols8 = pad(cols);
-    operand = empty({rows8, parts * cols8}, weight, at::kHalf);
+    operand = empty({rows8, int64_t{parts} * cols8}, weight, at::kHalf);
     facts = empty({5, rows8}, weight);
-    const auto fact = [&](int i) { return floats(facts) + i * rows8; };
+    const auto fact = [&](int64_t i) { return floats(facts) + i * rows8; };
     view = {weight.const_data_ptr<float>(),
             bias.const_data_ptr<float>(),
             rows,
@@ -1130,8 +1130,12 @@ Rows rows_at(const Tensor& x, int64_t begin, int64_t count) {
           static_cast<int>(pad(x.size(1)))};
 }
 
-// Rows of the batch at a time, so many elements of the widest matrix, which bounds the memory: in inference at the
-// problem's sizes less than half of what eager PyTorch takes, in whole waves of tiles.
+// Rows of the batch at a time: so many elements of the widest matrix, which bounds the memory (in inference at the
+// problem's sizes less than half of what eager PyTorch takes, in whole waves of tiles), but at least a tile's 128 rows.
+int64_t forward_elements(int parts, bool kept) {
+  return int64_t{1} << (parts == 1 ? 26 : kept ? 25 : 24);  // kept: no more than backward takes
+}
+
 int64_t slice_rows(int64_t elements, int64_t batch, int64_t widest) {
   const int64_t rows = elements / widest / 128 * 128;
   return std::min(batch, std::max<int64_t>(rows, 128));
@@ -1162,8 +1166,8 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
 
   // Memory serves twice: that of z in float16 for h's operand, and that of x's operand for the logits; where z is
   // float32, which may be wanted to the end, that of x's operand for h's.
-  const int64_t elements = int64_t{1} << (parts == 1 ? 26 : kept ? 25 : 24);  // kept: no more than backward takes
-  const int64_t slice = slice_rows(elements, batch, std::max({input8, hidden8, output8})), held = kept ? batch : slice;
+  const int64_t slice = slice_rows(forward_elements(parts, kept), batch, std::max({input8, hidden8, output8}));
+  const int64_t held = kept ? batch : slice;
   const auto product = empty({held, hidden8}, x, half ? at::kHalf : at::kFloat);
   const auto operand =
       empty({slice, half ? std::max(input8, 2 * output8) : parts * std::max(input8, hidden8)}, x, at::kHalf);
@@ -1187,17 +1191,17 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
                         w1.view};
     float* y = half ? reinterpret_cast<float*>(halves(operand)) : floats(logits) + at * output8;
     const bool first = begin == 0;
-    CHECK_LAUNCH(split(parts, first ? w1.view : Weight{}, first ? w2.view : Weight{}, hidden.x, split_x, stream));
+    C10_CUDA_CHECK(split(parts, first ? w1.view : Weight{}, first ? w2.view : Weight{}, hidden.x, split_x, stream));
     if (half)
       gemm({rows, hidden8, input8, input8, input8, false, true}, split_x.data, w1.view.operand.data, hidden.product,
            stream, false, 1 / unit);
     else
       gemm_along(parts, rows, hidden8, input8, step1, split_x.data, w1.view.operand.data,
                  static_cast<float*>(hidden.product), stream);
-    CHECK_LAUNCH(bias_sigmoid(parts, hidden, w2.view.largest_ratio, split_h, centred, stream));
+    C10_CUDA_CHECK(bias_sigmoid(parts, hidden, w2.view.largest_ratio, split_h, centred, stream));
     gemm_along(parts, rows, output8, hidden8, step2, split_h.data, w2.view.operand.data, y, stream);
-    CHECK_LAUNCH(bias_logsumexp(parts, rows, y, correction(step2) * 0x1p-15f, kept != nullptr, hidden, split_h.doubt,
-                                centred, w2.view, floats(out) + begin, stream));
+    C10_CUDA_CHECK(bias_logsumexp(parts, rows, y, correction(step2) * 0x1p-15f, kept != nullptr, hidden, split_h.doubt,
+                                  centred, w2.view, floats(out) + begin, stream));
   }
   if (kept) *kept = {product, logits, slope};
 }
@@ -1209,13 +1213,13 @@ void plain_form(const Tensor& x, const Tensor& weight1, const Tensor& bias1, con
   const auto product = empty({batch, pad(hidden)}, x), logits = empty({batch, pad(output)}, x);
   auto h = product.narrow(1, 0, hidden), y = logits.narrow(1, 0, output);
   at::mm_out(h, x, weight1.t());
-  CHECK_LAUNCH(
+  C10_CUDA_CHECK(
       bias_sigmoid_in_place(floats(product), batch, hidden, pad(hidden), bias1.const_data_ptr<float>(), stream));
   at::mm_out(y, h, weight2.t());
   Weight weight{};
   weight.bias = bias2.const_data_ptr<float>(), weight.rows = output, weight.padded_rows = pad(output);
-  CHECK_LAUNCH(bias_logsumexp(0, batch, floats(logits), 1.f, kept != nullptr, {}, nullptr, nullptr, weight, floats(out),
-                              stream));
+  C10_CUDA_CHECK(bias_logsumexp(0, batch, floats(logits), 1.f, kept != nullptr, {}, nullptr, nullptr, weight,
+                                floats(out), stream));
   if (kept) *kept = {product, logits, at::full({batch}, 0.25, x.options())};
 }
 
@@ -1235,7 +1239,7 @@ std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaSt
   C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + count * parts * cols8, 0,
                                  (count8 - count) * parts * cols8 * sizeof(__half), stream));
   C10_CUDA_CHECK(cudaMemsetAsync(floats(facts), 0, facts.numel() * sizeof(float), stream));
-  CHECK_LAUNCH(
+  C10_CUDA_CHECK(
       split(parts, {}, {}, rows_at(rows, 0, count), {halves(operand), floats(facts), floats(facts) + count8}, stream));
   return {operand, facts};
 }
@@ -1257,7 +1261,8 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const auto scales = empty({input8 + 1}, x);
   const float *x_scale = floats(scales), *grad_scale = x_scale + input8;
   if (needs.first || needs.second)
-    CHECK_LAUNCH(gradient_scales({grad.const_data_ptr<float>(), slope}, rows_at(x, 0, batch), floats(scales), stream));
+    C10_CUDA_CHECK(
+        gradient_scales({grad.const_data_ptr<float>(), slope}, rows_at(x, 0, batch), floats(scales), stream));
 
   const int64_t longest = longest_piece(parts, true), step1 = piece(hidden8, longest), step2 = piece(output8, longest);
   const int64_t slice = slice_rows(int64_t{1} << (parts == 1 ? 25 : 24), batch, std::max({input8, hidden8, output8}));
@@ -1276,38 +1281,38 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   if (needs.x) d.x = empty({batch, input}, x);
   for (int64_t begin = 0; begin < batch; begin += slice) {
     const int64_t rows = std::min(slice, batch - begin), strip = begin / kStrip;
-    const Weights weights{grad.const_data_ptr<float>() + begin, slope + begin};
-    CHECK_LAUNCH(softmax_gradient(parts, weights.grad, floats(kept.y) + begin * output8,
-                                  out.const_data_ptr<float>() + begin, rows, output, output8, halves(p), nullptr,
-                                  floats(sums2) + strip * output8, stream));
+    const RowFactors factors{grad.const_data_ptr<float>() + begin, slope + begin};
+    C10_CUDA_CHECK(softmax_gradient(parts, factors.grad, floats(kept.y) + begin * output8,
+                                    out.const_data_ptr<float>() + begin, rows, output, output8, halves(p), nullptr,
+                                    floats(sums2) + strip * output8, stream));
     if (need_dz) gemm_along(parts, rows, hidden8, output8, step2, halves(p), halves(w2), floats(dh), stream);
-    CHECK_LAUNCH(sigmoid_gradient(parts, need_dz ? floats(dh) : nullptr, floats(kept.h) + begin * hidden8, weights,
-                                  rows, hidden8, correction(step2), w2_scale, grad_scale,
-                                  need_dz ? halves(dz) : nullptr, needs.second ? halves(weighed_h) : nullptr,
-                                  floats(sums1) + strip * hidden8, stream));
+    C10_CUDA_CHECK(sigmoid_gradient(parts, need_dz ? floats(dh) : nullptr, floats(kept.h) + begin * hidden8, factors,
+                                    rows, hidden8, correction(step2), w2_scale, grad_scale,
+                                    need_dz ? halves(dz) : nullptr, needs.second ? halves(weighed_h) : nullptr,
+                                    floats(sums1) + strip * hidden8, stream));
     if (needs.second)
       gemm_over_batch(parts, output8, hidden8, rows, halves(p), halves(weighed_h), floats(dw2), begin > 0, stream);
     if (needs.first) {
-      CHECK_LAUNCH(weigh_rows(parts, weights, rows_at(x, begin, rows), x_scale, halves(weighed_x), stream));
+      C10_CUDA_CHECK(weigh_rows(parts, factors, rows_at(x, begin, rows), x_scale, halves(weighed_x), stream));
       gemm_over_batch(parts, hidden8, input8, rows, halves(dz), halves(weighed_x), floats(dw1), begin > 0, stream);
     }
     if (needs.x) {
       gemm_along(parts, rows, input8, hidden8, step1, halves(dz), halves(w1), floats(dx), stream);
-      CHECK_LAUNCH(unscale(floats(dx), rows, input, input8, correction(step1),
-                           {nullptr, weights.grad, weights.slope, floats(w1_facts)}, floats(d.x) + begin * input,
-                           stream));
+      C10_CUDA_CHECK(unscale(floats(dx), rows, input, input8, correction(step1),
+                             {nullptr, factors.grad, factors.slope, floats(w1_facts)}, floats(d.x) + begin * input,
+                             stream));
     }
   }
   const auto total = [](const Tensor& sums, int64_t cols) { return at::sum(sums.narrow(1, 0, cols), 0); };
   if (needs.first) {
     d.weight1 = empty({hidden, input}, x), d.bias1 = total(sums1, hidden);
-    CHECK_LAUNCH(unscale(floats(dw1), hidden, input, input8, 1.f, {nullptr, w2_scale, nullptr, x_scale},
-                         floats(d.weight1), stream));
+    C10_CUDA_CHECK(unscale(floats(dw1), hidden, input, input8, 1.f, {nullptr, w2_scale, nullptr, x_scale},
+                           floats(d.weight1), stream));
   }
   if (needs.second) {
     d.weight2 = empty({output, hidden}, x), d.bias2 = total(sums2, output);
-    CHECK_LAUNCH(unscale(floats(dw2), output, hidden, hidden8, 1.f / kUpP, {grad_scale, nullptr, nullptr, nullptr},
-                         floats(d.weight2), stream));
+    C10_CUDA_CHECK(unscale(floats(dw2), output, hidden, hidden8, 1.f / kUpP, {grad_scale, nullptr, nullptr, nullptr},
+                           floats(d.weight2), stream));
   }
   return d;
 }
@@ -1317,16 +1322,16 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
   const int64_t batch = x.size(0), hidden = weight1.size(0), output = weight2.size(0);
   const int64_t hidden8 = pad(hidden), output8 = pad(output), strips = (batch + kStrip - 1) / kStrip;
   const auto dy8 = empty({batch, output8}, x), sums2 = empty({strips, output8}, x);
-  CHECK_LAUNCH(softmax_gradient(0, grad.const_data_ptr<float>(), floats(kept.y), out.const_data_ptr<float>(), batch,
-                                output, output8, nullptr, floats(dy8), floats(sums2), stream));
+  C10_CUDA_CHECK(softmax_gradient(0, grad.const_data_ptr<float>(), floats(kept.y), out.const_data_ptr<float>(), batch,
+                                  output, output8, nullptr, floats(dy8), floats(sums2), stream));
   const auto dy = dy8.narrow(1, 0, output), h = kept.h.narrow(1, 0, hidden);
   Gradients d;
   if (needs.x || needs.first) {
     const auto dh8 = empty({batch, hidden8}, x), sums1 = empty({strips, hidden8}, x);
     auto dh = dh8.narrow(1, 0, hidden);
     at::mm_out(dh, dy, weight2);
-    CHECK_LAUNCH(sigmoid_gradient(0, floats(dh8), floats(kept.h), {}, batch, hidden8, 1.f, nullptr, nullptr, nullptr,
-                                  nullptr, floats(sums1), stream));
+    C10_CUDA_CHECK(sigmoid_gradient(0, floats(dh8), floats(kept.h), {}, batch, hidden8, 1.f, nullptr, nullptr, nullptr,
+                                    nullptr, floats(sums1), stream));
     if (needs.x) d.x = at::mm(dh, weight1);
     if (needs.first) d.weight1 = at::mm(dh.t(), x), d.bias1 = at::sum(sums1.narrow(1, 0, hidden), 0);
   }
@@ -1336,19 +1341,19 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
 
 // ---- Operators --------------------------------------------------------------------------------------------
 
-// What the split form gains on an H200, in seconds, by a multiplication, by one whose rows do not start at multiples of
-// 16 bytes (which TF32 minds), and by an element of h; and what it loses by a weight, an element of x and y, a row, a
-// call.
+// What the split form gains on an H200, in seconds, by a multiplication and by one where a row of an operand or of the
+// product does not start at a multiple of 16 bytes (which TF32 minds); and what it loses by a weight, an element of x
+// and y, a row, a call, and a term of a sum while multiprocessors idle.
 struct Costs {
-  double product, misaligned_product, hidden, weight, element, row, call;
+  double product, misaligned_product, weight, element, row, call, idle_term;
 };
 
-// Without and with gradients. Fit to the times of both forms at 67 and at 19 sizes (batch 1 to 262144, widths 7 to
-// 50257): what is chosen takes on average 1 % longer than the better form, at most 13 % but for two sizes (18 and 56).
-constexpr Costs kFloat32[] = {{2.9e-14, 2.9e-14, 0, 2.5e-12, 2e-12, 4e-9, 2e-6},
-                              {7e-14, 7e-14, 0, 9.5e-12, 5e-12, 2e-8, 2e-5}};
-constexpr Costs kTf32[] = {{2e-15, 1.25e-14, 2e-12, 5e-13, 0, 3e-9, 1e-5},
-                           {6.5e-15, 2.5e-14, 1e-12, 6e-12, 0, 5e-9, 2e-5}};
+// Without and with gradients. Fit to the times of both forms at 176 and 96 sizes, most of them random (batch 1 to
+// 262144, widths 7 to 1000000): what is chosen takes on average 0.5 % longer than the better form, at most 34 %.
+constexpr Costs kFloat32[] = {{3.2e-14, 3.2e-14, 2.3e-12, 1.5e-12, 3.6e-9, 1e-6, 4.2e-9},
+                              {7e-14, 7e-14, 9e-12, 3e-12, 2e-8, 2e-5, 2.2e-8}};
+constexpr Costs kTf32[] = {{6.2e-15, 3.7e-14, 3.4e-12, 5.5e-12, 5e-10, 6e-7, 1.4e-9},
+                           {9e-15, 4e-14, 8e-12, 2e-12, 2.5e-9, 1.5e-5, 1.2e-8}};
 
 // Whether the split form is the quicker one. GPUs with less float16 for their float32 than those named go plain.
 bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, bool for_gradients,
@@ -1356,11 +1361,20 @@ bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool 
   const auto* gpu = at::cuda::getCurrentDeviceProperties();
   const bool pays = gpu->major == 9 || gpu->major == 10 || (gpu->major == 8 && gpu->minor == 0);
   const double batch = x.size(0), input = x.size(1), hidden = weight1.size(0), output = weight2.size(0);
-  const double weights = hidden * (input + output);
-  const bool aligned = x.size(1) % 4 == 0 && weight1.size(0) % 4 == 0;
   const Costs& s = (tf32 ? kTf32 : kFloat32)[for_gradients];
-  const double gained = batch * weights * (aligned ? s.product : s.misaligned_product) + batch * hidden * s.hidden;
-  const double lost = weights * s.weight + batch * (input + output) * s.element + batch * s.row + s.call;
+  const bool aligned1 = x.size(1) % 4 == 0, aligned2 = weight1.size(0) % 4 == 0 && weight2.size(0) % 4 == 0;
+  const double gained = batch * hidden * input * (aligned1 ? s.product : s.misaligned_product) +
+                        batch * hidden * output * (aligned2 ? s.product : s.misaligned_product);
+  // A product of fewer tiles of 128 x 128 than multiprocessors takes as long as its sums are, in every slice anew.
+  const double slice =
+      slice_rows(forward_elements(tf32 ? 1 : 3, for_gradients), batch, std::max({input, hidden, output}));
+  const auto idle = [&](double terms, double cols) {
+    return terms * std::max(0., 1 - std::ceil(slice / 128) * std::ceil(cols / 128) / gpu->multiProcessorCount);
+  };
+  const double backward = for_gradients ? idle(output, hidden) : 0;
+  const double idle_terms = std::ceil(batch / slice) * (idle(input, hidden) + idle(hidden, output) + backward);
+  const double lost = hidden * (input + output) * s.weight + batch * (input + output) * s.element + batch * s.row +
+                      s.call + idle_terms * s.idle_term;
   return asked.value_or(pays && gained > lost);
 }
 
@@ -1372,6 +1386,7 @@ void check(const Tensor& t, const char* name, const Tensor& x, std::initializer_
   TORCH_CHECK(t.numel() > 0, name, " must not be empty, but it is of shape ", t.sizes());
 }
 
+// Columns are counted in int, by threads that may look up to 2048 beyond a row's end.
 void check_widths(int64_t input, int64_t hidden, int64_t output) {
   TORCH_CHECK(std::max({input, hidden, output}) < INT_MAX - 4096, "input, hidden and output must be below ",
               INT_MAX - 4096, ", but they are ", input, ", ", hidden, " and ", output);
@@ -1573,25 +1588,30 @@ def _pip_folders():
 def _find_nvcc():
     """The path of nvcc, of PyTorch's CUDA major version.
 
-    The first of: CUDA_HOME, CUDA_PATH (where set, nothing else is tried), PATH, /usr/local/cuda, the pip packages.
+    The first such of: CUDA_HOME, CUDA_PATH (where set, nothing else is tried), PATH, /usr/local/cuda, the pip packages.
     """
     cuda, major = torch.version.cuda, torch.version.cuda.split(".")[0]
-    advice = f"Set CUDA_HOME to a CUDA {major} toolkit, or: {_TOOLKIT}"
+    advice = f"Set CUDA_HOME to a CUDA {major} toolkit"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     packaged = [path for folder in _pip_folders() for path in glob.glob(f"{glob.escape(folder)}/*/bin/nvcc")]
     places = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *packaged]
-    nvcc = next((os.path.abspath(place) for place in places if place and os.access(place, os.X_OK)), None)
-    if nvcc is None:
-        where = places[0] if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
-        raise RuntimeError(f"{EXTENSION} needs the CUDA compiler, nvcc, and there is none {where}. {advice}.")
-    with _Explain(f"{nvcc} does not work", advice):
-        run = subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-        release = re.search(r"release (\d+)\.\d+", run.stdout)
-        if not release:
-            raise RuntimeError(run.stdout)
-    if release[1] != major:
-        raise RuntimeError(f"{nvcc} is {release[0]}, but PyTorch {torch.__version__} is of CUDA {cuda}. {advice}.")
-    return nvcc
+    other = []
+    for nvcc in (os.path.abspath(place) for place in places if place and os.access(place, os.X_OK)):
+        with _Explain(f"{nvcc} does not work", advice):
+            command = [nvcc, "--version"]
+            run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+            release = re.search(r"release (\d+)\.\d+", run.stdout)
+            if not release:
+                raise RuntimeError(run.stdout)
+        if release[1] == major:
+            return nvcc
+        other.append(f"{nvcc} is {release[0]}")
+    if not home:  # which would keep the pip packages from being seen
+        advice += f", or: {_TOOLKIT}"
+    if other:
+        raise RuntimeError(f"{', '.join(other)}, but PyTorch {torch.__version__} is of CUDA {cuda}. {advice}.")
+    where = places[0] if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
+    raise RuntimeError(f"{EXTENSION} needs the CUDA compiler, nvcc, and there is none {where}. {advice}.")
 
 
 def _find_ninja():
@@ -1767,19 +1787,14 @@ def _tf32():
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def _layers(x, weight1, bias1, weight2, bias2):
-    """h (..., hidden) and y (..., output) of ``x`` (..., input), by PyTorch's own ops."""
-    h = torch.sigmoid(nn.functional.linear(x, weight1, bias1))
-    return h, nn.functional.linear(h, weight2, bias2)
-
-
 def _gradients(grad, x, weight1, bias1, weight2, bias2):
     """The gradients of ``ModelNew`` by PyTorch's own ops, which autograd can differentiate again, to any order.
 
     ``grad`` (batch) -> those of ``x`` (batch, input), ``weight1`` (hidden, input), ``bias1`` (hidden),
     ``weight2`` (output, hidden), ``bias2`` (output).
     """
-    h, y = _layers(x, weight1, bias1, weight2, bias2)
+    h = torch.sigmoid(nn.functional.linear(x, weight1, bias1))  # (batch, hidden)
+    y = nn.functional.linear(h, weight2, bias2)  # (batch, output)
     dy = grad[:, None] * (y - torch.logsumexp(y, dim=1, keepdim=True)).exp()  # (batch, output)
     dz = (dy @ weight2) * h * (1 - h)  # (batch, hidden)
     return dz @ weight1, dz.t() @ x, dz.sum(0), dy.t() @ h, dy.sum(0)
@@ -1790,6 +1805,9 @@ class _Fused(torch.autograd.Function):
 
     Forward and backward each read PyTorch's precision switch when they run, as its own products do (torch.compile: when
     they are traced).
+
+    All five arguments are saved, for create_graph=True: one that is changed in place between forward and backward is an
+    error, also where the reference would not have needed it again (biases, say).
     """
 
     @staticmethod
@@ -1818,7 +1836,7 @@ class _Fused(torch.autograd.Function):
 
 
 _LINEAR = nn.functional.linear, nn.modules.linear.Linear.forward, nn.Module.__call__, nn.Module._call_impl
-_OTHERS = torch.sigmoid, torch.logsumexp
+_FUNCTIONS = torch.sigmoid, torch.logsumexp
 # Whether these are PyTorch's. What somebody has replaced before this file was loaded keeps the fused operators off.
 _UNPATCHED = nn.functional.linear is torch._C._nn.linear and all(
     getattr(method, "__globals__", None) is vars(home)
@@ -1861,8 +1879,8 @@ def _is_watched():
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0  # tangents, which the operator does not have
-        or any([type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()])
-        or (torch.sigmoid, torch.logsumexp) != _OTHERS
+        or any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+        or (torch.sigmoid, torch.logsumexp) != _FUNCTIONS
         or torch.jit.is_tracing()
         or torch.compiler._is_exporting_flag  # is_exporting() is true under torch.compile of PyTorch 2.11
     )

@@ -218,25 +218,30 @@ def _pip_folders():
 def _find_nvcc():
     """The path of nvcc, of PyTorch's CUDA major version.
 
-    The first of: CUDA_HOME, CUDA_PATH (where set, nothing else is tried), PATH, /usr/local/cuda, the pip packages.
+    The first such of: CUDA_HOME, CUDA_PATH (where set, nothing else is tried), PATH, /usr/local/cuda, the pip packages.
     """
     cuda, major = torch.version.cuda, torch.version.cuda.split(".")[0]
-    advice = f"Set CUDA_HOME to a CUDA {major} toolkit, or: {_TOOLKIT}"
+    advice = f"Set CUDA_HOME to a CUDA {major} toolkit"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     packaged = [path for folder in _pip_folders() for path in glob.glob(f"{glob.escape(folder)}/*/bin/nvcc")]
     places = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *packaged]
-    nvcc = next((os.path.abspath(place) for place in places if place and os.access(place, os.X_OK)), None)
-    if nvcc is None:
-        where = places[0] if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
-        raise RuntimeError(f"{EXTENSION} needs the CUDA compiler, nvcc, and there is none {where}. {advice}.")
-    with _Explain(f"{nvcc} does not work", advice):
-        run = subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-        release = re.search(r"release (\d+)\.\d+", run.stdout)
-        if not release:
-            raise RuntimeError(run.stdout)
-    if release[1] != major:
-        raise RuntimeError(f"{nvcc} is {release[0]}, but PyTorch {torch.__version__} is of CUDA {cuda}. {advice}.")
-    return nvcc
+    other = []
+    for nvcc in (os.path.abspath(place) for place in places if place and os.access(place, os.X_OK)):
+        with _Explain(f"{nvcc} does not work", advice):
+            command = [nvcc, "--version"]
+            run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+            release = re.search(r"release (\d+)\.\d+", run.stdout)
+            if not release:
+                raise RuntimeError(run.stdout)
+        if release[1] == major:
+            return nvcc
+        other.append(f"{nvcc} is {release[0]}")
+    if not home:  # which would keep the pip packages from being seen
+        advice += f", or: {_TOOLKIT}"
+    if other:
+        raise RuntimeError(f"{', '.join(other)}, but PyTorch {torch.__version__} is of CUDA {cuda}. {advice}.")
+    where = places[0] if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
+    raise RuntimeError(f"{EXTENSION} needs the CUDA compiler, nvcc, and there is none {where}. {advice}.")
 
 
 def _find_ninja():

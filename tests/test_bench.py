@@ -573,7 +573,7 @@ def test_what_the_columns_mean_is_said_once_and_only_where_there_is_a_table(prob
 
 
 def test_the_legend_explains_the_columns():
-    for word in ("20 %", "80 %", "wall ms", "eager itself may stray from float64 by more than the tolerance"):
+    for word in ("20 %", "80 %", "wall ms", "Eager itself may stray by more than the tolerance"):
         assert word in bench.TABLE_LEGEND
 
 

@@ -385,6 +385,21 @@ def test_another_major_version_is_refused_before_compiling_and_another_minor_tak
     assert shop.answer(shop.run().build()) == shop.number
 
 
+def test_another_major_version_on_path_is_passed_over(shop, monkeypatch):
+    major = int(torch.version.cuda.split(".")[0])
+    path, pip = shop.stub_nvcc(release=f"{major - 1}.4", home="path"), shop.stub_nvcc(home="site/nvidia/cu13")
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    usual, access = "/usr/local/cuda/bin/nvcc", os.access
+    monkeypatch.setattr(os, "access", lambda name, mode: name != usual and access(name, mode))
+    solution = shop.run()
+    solution.globals["_pip_folders"] = lambda: [str(pip.parent.parent.parent)]
+    assert solution._find_nvcc() == str(pip)
+    pip.unlink()
+    with pytest.raises(RuntimeError, match=rf"{path} is release {major - 1}\.4, but .*CUDA_HOME.*pip install"):
+        solution._find_nvcc()
+
+
 def test_no_host_compiler_is_an_error(shop, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no-such-compiler is not on PATH: apt-get install g\+\+"):

@@ -509,6 +509,30 @@ def test_grad_scaler():
 # ---- Sizes -----------------------------------------------------------------------------------------------------------
 
 
+@either_precision
+@pytest.mark.parametrize(
+    "sizes, split",
+    [
+        ((16, 2048, 4096, 1024), False),  # a weight's parts cost more than few rows gain
+        ((4096, 65536, 128, 10), False),  # few tiles of long sums, in slice after slice
+        ((256, 64, 65536, 64), False),
+        ((4096, 2048, 4096, 1024), True),
+        ((333, 2048, 4096, 50257), True),
+    ],
+    ids=str,
+)
+def test_the_form_that_is_chosen_is_the_quicker_one(precision, mode, sizes, split):
+    """Where one takes less than two thirds of the other's time, by measurement: it has the bits of that form."""
+    precision(mode)
+    _, new, x = set_up(sizes)
+    arguments = (x, *(p.detach() for p in new.parameters()), mode == "high")
+    forward = model_new.extension(0).forward
+    with torch.no_grad():
+        out = new(x)
+    assert torch.equal(out, forward(*arguments, split=split))
+    assert not torch.equal(out, forward(*arguments, split=not split))
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
 @pytest.mark.parametrize(
     "sizes",
