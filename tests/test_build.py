@@ -346,6 +346,12 @@ def test_compiler_that_cannot_even_say_its_version_is_quoted(shop):
     assert shop.answer(shop.run().build()) == shop.number
 
 
+def hide_usual_toolkit(monkeypatch):
+    """Lets /usr/local/cuda look as if it held no compiler, whatever this machine has there."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda name, mode: name != "/usr/local/cuda/bin/nvcc" and access(name, mode))
+
+
 def test_compilers_are_searched_for_in_the_order_written_down(shop, monkeypatch):
     path, toolkit = shop.stub_nvcc(home="path"), shop.stub_nvcc(home="cuda")
     pip = shop.stub_nvcc(home="site/nvidia/cu13")
@@ -358,10 +364,9 @@ def test_compilers_are_searched_for_in_the_order_written_down(shop, monkeypatch)
     monkeypatch.delenv("CUDA_PATH")
     assert solution._find_nvcc() == str(path)
     path.unlink()
-    usual, access = "/usr/local/cuda/bin/nvcc", os.access
     solution.globals["_pip_folders"] = lambda: [str(pip.parent.parent.parent)]
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(os, "access", lambda name, mode: name != usual and access(name, mode))
+    hide_usual_toolkit(monkeypatch)
     assert solution._find_nvcc() == str(pip)
     pip.unlink()
     with pytest.raises(RuntimeError, match=r"nvcc, and there is none on PATH.*CUDA_HOME.*pip install \"cuda-toolkit\["):
@@ -390,8 +395,7 @@ def test_another_major_version_on_path_is_passed_over(shop, monkeypatch):
     path, pip = shop.stub_nvcc(release=f"{major - 1}.4", home="path"), shop.stub_nvcc(home="site/nvidia/cu13")
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    usual, access = "/usr/local/cuda/bin/nvcc", os.access
-    monkeypatch.setattr(os, "access", lambda name, mode: name != usual and access(name, mode))
+    hide_usual_toolkit(monkeypatch)
     solution = shop.run()
     solution.globals["_pip_folders"] = lambda: [str(pip.parent.parent.parent)]
     assert solution._find_nvcc() == str(pip)

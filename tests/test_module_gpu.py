@@ -521,7 +521,10 @@ def test_grad_scaler():
     ids=str,
 )
 def test_the_form_that_is_chosen_is_the_quicker_one(precision, mode, sizes, split):
-    """Where one takes less than two thirds of the other's time, by measurement: it has the bits of that form."""
+    """Its bits are those of the form that takes at most 0.7 of the other's time, by measurement on an H200.
+
+    The two tie at 16 rows and "highest", where the plain one moves less.
+    """
     precision(mode)
     _, new, x = set_up(sizes)
     arguments = (x, *(p.detach() for p in new.parameters()), mode == "high")
