@@ -1596,7 +1596,8 @@ def _find_nvcc():
     packaged = [path for folder in _pip_folders() for path in glob.glob(f"{glob.escape(folder)}/*/bin/nvcc")]
     places = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *packaged]
     other = []
-    for nvcc in (os.path.abspath(place) for place in places if place and os.access(place, os.X_OK)):
+    # Each once: PATH's may be that of /usr/local/cuda.
+    for nvcc in dict.fromkeys(os.path.abspath(place) for place in places if place and os.access(place, os.X_OK)):
         with _Explain(f"{nvcc} does not work", advice):
             command = [nvcc, "--version"]
             run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
