@@ -59,7 +59,7 @@ struct Operand {
 // zeros, pad rows repeat the first.
 struct Weight {
   const float* matrix;  // (rows, cols), contiguous
-  const float* bias;    // (rows)
+  const float* bias;    // (rows); null in the plain form where y has it already
   int rows, cols, padded_rows, padded_cols;
   Operand operand;                 // of padded_rows
   float* padded_bias;              // (padded_rows)
@@ -96,10 +96,10 @@ constexpr float kUpP = 0x1p14f;  // what the softmax is multiplied by in the gra
 cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream);
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest_ratio, Operand operand, bool* centred,
                          cudaStream_t stream);
-cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
-                           const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream);
-cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int padded, const float* bias,
-                                  cudaStream_t stream);
+cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, int64_t stride, float row_scale, float* logits,
+                           Hidden hidden, const float* doubt, const bool* centred, Weight weight, float* out,
+                           cudaStream_t stream);
+cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, cudaStream_t stream);
 cudaError_t gradient_scales(RowFactors factors, Rows x, float* scales, cudaStream_t stream);
 cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
                              int padded, __half* operand, float* plain, float* sums, cudaStream_t stream);
@@ -142,8 +142,10 @@ constexpr int kExponent = 15;   // scaled magnitudes stay below 2^15: float16 ho
 constexpr float kShift = 64.f;  // what lo gains and hi gives in the small products
 constexpr int kExponentRange = 60;  // beyond, the scales themselves could over- or underflow
 constexpr int kThreads = 128;
-constexpr int kGroup = 4;  // elements a thread handles at once: 16 bytes of float32
-constexpr int kSweep = 4;  // groups a thread reads before it waits for the first
+constexpr int kLargestBlock = 1024;
+constexpr int kEnoughThreads = 1 << 17;  // of bias_logsumexp: about what an H200 holds of them at once
+constexpr int kGroup = 4;                // elements a thread handles at once: 16 bytes of float32
+constexpr int kSweep = 4;                // groups a thread reads before it waits for the first
 template <int kBytes>
 constexpr int kSigmoidBlocks = kBytes == 4 ? 7 : 8;  // on a multiprocessor, whose registers they fill
 constexpr int kLongest = 4096;                       // columns of a row that a block of bias_sigmoid keeps in registers
@@ -231,8 +233,10 @@ __host__ __device__ int blocks_across(int padded, int threads) {
   return (padded + threads * kGroup - 1) / (threads * kGroup);
 }
 
-// Where a thread's group g of a chunk starts; a warp's are neighbours.
-__device__ int group_start(int chunk, int g) { return chunk + (g * kThreads + threadIdx.x) * kGroup; }
+// Where a thread's group g of a chunk starts, the row being of `threads` threads; a warp's are neighbours.
+__device__ int group_start(int chunk, int g, int threads = kThreads) {
+  return chunk + (g * threads + static_cast<int>(threadIdx.x)) * kGroup;
+}
 
 // Written as assembly because the compiler makes two stores of one of them.
 __device__ void store_halves(__half* to, const __half2 (&v)[kGroup / 2]) {
@@ -261,19 +265,19 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
 
 // Splits row `from` into row r of an operand, of a weight or not; beyond its end come zeros. A scale is a power of two
 // with three parts. `half_sum` is half the row's sum and `*ratio` that of its largest to its mean magnitude, where
-// asked for. The block keeps the row in registers where it fits: 4 bytes read an element then, 8 of longer rows, and
+// asked for. The row's threads keep it in registers where it fits: 4 bytes read an element then, 8 of longer rows, and
 // 2 * kParts written.
-template <int kParts, bool kWeight>
+template <int kParts, bool kWeight, int kRowThreads>
 __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, float* half_sum, float* ratio) {
   const float* row = rows.data + from * rows.stride;
   const int cols = rows.cols;
   __half* to = operand.data + r * kParts * rows.padded;
   const bool is_aligned = aligned(rows.data, rows.stride);
   float v[kSweep][kGroup];
-  constexpr int kFit = kThreads * kSweep * kGroup;
+  constexpr int kFit = kRowThreads * kSweep * kGroup;
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
-    for (int g = 0; g < kSweep; ++g) load_group(v[g], row, group_start(chunk, g), cols, is_aligned);
+    for (int g = 0; g < kSweep; ++g) load_group(v[g], row, group_start(chunk, g, kRowThreads), cols, is_aligned);
   };
   float largest = 0.f;
   double sum = 0, magnitude = 0;
@@ -297,7 +301,7 @@ __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, f
     if (rows.padded > kFit) load_chunk(chunk);
 #pragma unroll
     for (int g = 0; g < kSweep; ++g) {
-      const int start = group_start(chunk, g);
+      const int start = group_start(chunk, g, kRowThreads);
       if (start >= rows.padded) continue;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -327,22 +331,26 @@ __device__ void raise_to(float* largest, float value) {
   atomicMax(reinterpret_cast<int*>(largest), __float_as_int(value));
 }
 
-// Splits the weights and rows of x, one block a row of each. A weight's pad rows repeat its first, so that a product's
-// pad columns change nothing of what is found about its row.
-template <int kParts>
+// Splits the weights and rows of x, each row by a block or, `kRowThreads` being 32, by a warp; what the other variant
+// takes comes with no rows here. A weight's pad rows repeat its first, so that a product's pad columns change nothing
+// of what is found about its row.
+template <int kParts, int kRowThreads>
 __global__ void __launch_bounds__(kThreads) split_kernel(Weight w1, Weight w2, Rows rows, Operand operand) {
   wait_for_stream();
-  const int64_t x_row = int64_t{blockIdx.x} - w1.padded_rows - w2.padded_rows;
-  if (x_row >= 0) {
-    split_row<kParts, false>(rows, x_row, x_row, operand, nullptr, nullptr);
+  constexpr int kRows = kThreads / kRowThreads;  // of a block: all of one matrix, since padded_rows is a multiple of 8
+  const int64_t begin = int64_t{blockIdx.x} * kRows, begin_of_x = w1.padded_rows + w2.padded_rows;
+  const int own = kRows > 1 ? threadIdx.y : 0;  // else 0 by itself, but for 8 registers more
+  if (begin >= begin_of_x) {
+    const int64_t r = begin - begin_of_x + own;
+    if (r < rows.count) split_row<kParts, false, kRowThreads>(rows, r, r, operand, nullptr, nullptr);
     return;
   }
-  const bool second = blockIdx.x >= w1.padded_rows;
+  const bool second = begin >= w1.padded_rows;
   const Weight w = second ? w2 : w1;
-  const int64_t r = blockIdx.x - (second ? w1.padded_rows : 0), from = r < w.rows ? r : 0;
+  const int64_t r = begin - (second ? w1.padded_rows : 0) + own, from = r < w.rows ? r : 0;
   float ratio;  // thread 0's
-  split_row<kParts, true>({w.matrix, w.rows, w.cols, w.cols, w.padded_cols}, from, r, w.operand,
-                          second ? w.half_sum + r : nullptr, &ratio);
+  split_row<kParts, true, kRowThreads>({w.matrix, w.rows, w.cols, w.cols, w.padded_cols}, from, r, w.operand,
+                                       second ? w.half_sum + r : nullptr, &ratio);
   if (threadIdx.x == 0) {
     w.padded_bias[r] = w.bias[from];
     if (!second) w.half_sum[r] = 0.f;
@@ -539,11 +547,12 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
 }
 
 // out = logsumexp(y + b2) of the rows of the second product, a block or a warp a row, or a part of a warp in the plain
-// form; reads each logit once: 4 bytes an element, and 4 written where y + b2 is kept for the gradients, in y's place.
-// Each thread keeps its own maximum and the sum of exp(y - maximum). Not `kSplit`: y is in true units (the plain form).
+// form; reads each logit once: 4 bytes an element, and 4 written where y + b2 is to be kept for the gradients, as
+// `logits`, maybe in y's place. Each thread keeps its own maximum and the sum of exp(y - maximum). Not `kSplit` (the
+// plain form): y is in true units, and a null bias is in it already.
 template <bool kSplit>
-__global__ void __launch_bounds__(kThreads)
-    bias_logsumexp_kernel(int64_t batch, float* __restrict__ product, float row_scale, bool keep, Hidden hidden,
+__global__ void __launch_bounds__(kLargestBlock)
+    bias_logsumexp_kernel(int64_t batch, float* product, int64_t stride, float row_scale, float* logits, Hidden hidden,
                           const float* __restrict__ doubt, const bool* __restrict__ centred, Weight weight,
                           float* __restrict__ out) {
   wait_for_stream();
@@ -553,14 +562,16 @@ __global__ void __launch_bounds__(kThreads)
   const bool real = index >= 0;
   if (kSplit && !real) return;
   const int cols = weight.rows;
-  float* row = product + r * weight.padded_rows;
+  float* row = product + r * stride;
+  const bool row_aligned = aligned(product, stride);
+  const int readable = row_aligned ? stride : cols;  // pad columns too: a tail read one by one costs more
   float y[kSweep][kGroup], bias[kGroup], scale[kGroup];
-  const auto group_at = [&](int chunk, int g) {
-    return chunk + (g * static_cast<int>(blockDim.x) + threadIdx.x) * kGroup;
-  };
+  const auto group_at = [&](int chunk, int g) { return group_start(chunk, g, blockDim.x); };
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
-    for (int g = 0; g < kSweep; ++g) load_vector(y[g], row + min(group_at(chunk, g), weight.padded_rows - kGroup));
+    for (int g = 0; g < kSweep; ++g)
+      if constexpr (kSplit) load_vector(y[g], row + min(group_at(chunk, g), weight.padded_rows - kGroup));
+      else load_group(y[g], row, group_at(chunk, g), readable, row_aligned);
   };
   load_chunk(0);
   const bool centre = kSplit && centred[r];
@@ -586,6 +597,7 @@ __global__ void __launch_bounds__(kThreads)
   if (repaired) load_chunk(0);
   const float* bias_row = !kSplit ? weight.bias : centre ? weight.centred_bias : weight.padded_bias;
   const bool bias_aligned = kSplit || aligned(bias_row, 0);
+  const int bias_cols = kSplit || bias_row ? cols : 0;  // of no bias, zeros
   float largest = -INFINITY, sum = 0.f;
   bool nan = false;
   for (int chunk = 0; chunk < cols; chunk += kSweep * blockDim.x * kGroup) {
@@ -598,7 +610,7 @@ __global__ void __launch_bounds__(kThreads)
         y[g][0] = y[g][1] = y[g][2] = y[g][3] = -INFINITY;
         continue;
       }
-      load_group(bias, bias_row, start, cols, bias_aligned);
+      load_group(bias, bias_row, start, bias_cols, bias_aligned);
       if (kSplit) load_vector(scale, weight.operand.scale + start);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -608,7 +620,7 @@ __global__ void __launch_bounds__(kThreads)
         nan |= isnan(v);
         top = fmaxf(top, v);
       }
-      if (keep && real) store_vector(row + start, y[g]);
+      if (logits && real) store_vector(logits + r * weight.padded_rows + start, y[g]);
     }
     if (top > largest) sum *= fast_exp(largest - top);
     largest = top;
@@ -623,21 +635,22 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0 && real) out[r] = isinf(top) ? top : top + logf(sum);
 }
 
-// The plain form's h = sigmoid(z + b1) in place, (batch, padded), four neighbours a thread: 8 bytes an element.
+// The plain form's h = sigmoid(z + b1), (batch, padded), maybe in z's place; where `bias` is null, z has it already.
+// Four neighbours a thread: 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
-    bias_sigmoid_in_place_kernel(float* __restrict__ z, int64_t batch, int hidden, int padded,
-                                 const float* __restrict__ bias) {
+    plain_bias_sigmoid_kernel(Rows z, const float* __restrict__ bias, float* h) {
   wait_for_stream();
-  const int across = blocks_across(padded, blockDim.x);
+  const int across = blocks_across(z.padded, blockDim.x);
   const int64_t r = blockIdx.x / across * int64_t{blockDim.y} + threadIdx.y;
   const int start = (blockIdx.x % across * blockDim.x + threadIdx.x) * kGroup;
-  if (r >= batch || start >= padded) return;
+  if (r >= z.count || start >= z.padded) return;
   float v[kGroup], b[kGroup];
-  load_vector(v, z + r * padded + start);
-  load_group(b, bias, start, hidden, aligned(bias, 0));
+  const bool is_aligned = aligned(z.data, z.stride);
+  load_group(v, z.data + r * z.stride, start, is_aligned ? z.stride : z.cols, is_aligned);
+  load_group(b, bias, start, bias ? z.cols : 0, aligned(bias, 0));
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) v[i] = start + i < hidden ? sigmoid(v[i] + b[i]) : 0.f;
-  store_vector(z + r * padded + start, v);
+  for (int i = 0; i < kGroup; ++i) v[i] = start + i < z.cols ? sigmoid(v[i] + b[i]) : 0.f;
+  store_vector(h + r * z.padded + start, v);
 }
 
 // ---- Gradients --------------------------------------------------------------------------------------------
@@ -833,8 +846,20 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStr
 }
 
 cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream) {
-  return launch(parts == 3 ? split_kernel<3> : split_kernel<1>, w1.padded_rows + w2.padded_rows + rows.count, kThreads,
-                stream, w1, w2, rows, operand);
+  // A warp holds a row of up to 512 columns in registers; a block's threads would have one group of it or none.
+  const auto launch_rows = [&](int threads, auto kernel) {
+    const auto takes = [&](int padded) { return (threads == 32) == (padded <= 32 * kSweep * kGroup); };
+    const Weight first = takes(w1.padded_cols) ? w1 : Weight{}, second = takes(w2.padded_cols) ? w2 : Weight{};
+    Rows x = rows;
+    if (!takes(x.padded)) x.count = 0;
+    const dim3 block(threads, kThreads / threads);
+    const int64_t count = first.padded_rows + second.padded_rows + x.count;
+    if (count == 0) return cudaSuccess;
+    return launch(kernel, (count + block.y - 1) / block.y, block, stream, first, second, x, operand);
+  };
+  const cudaError_t error = launch_rows(kThreads, parts == 3 ? split_kernel<3, kThreads> : split_kernel<1, kThreads>);
+  if (error != cudaSuccess) return error;
+  return launch_rows(32, parts == 3 ? split_kernel<3, 32> : split_kernel<1, 32>);
 }
 
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest_ratio, Operand operand, bool* centred,
@@ -854,19 +879,22 @@ dim3 block_of_rows(int cols, int least, int most) {
   return dim3(threads, kThreads / threads);
 }
 
-cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, float row_scale, bool keep, Hidden hidden,
-                           const float* doubt, const bool* centred, Weight weight, float* out, cudaStream_t stream) {
-  // A short row is one warp's or, where there is no `repair_row`, which wants whole warps, that of a part of one.
-  const dim3 threads = weight.rows <= 4096 ? block_of_rows(weight.rows, parts ? 32 : 1, 32) : dim3(kThreads);
+cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, int64_t stride, float row_scale, float* logits,
+                           Hidden hidden, const float* doubt, const bool* centred, Weight weight, float* out,
+                           cudaStream_t stream) {
+  // A row of up to 4096 logits is a warp's or, in the plain form, which has no `repair_row` to want whole warps, a part
+  // of one's; a longer one is a block's. Rows too few to fill the GPU get more threads, until one sweep reads a row.
+  dim3 threads = weight.rows <= 4096 ? block_of_rows(weight.rows, parts ? 32 : 1, 32) : dim3(kThreads);
+  while (batch * threads.x < kEnoughThreads && threads.x < kLargestBlock && threads.x * kSweep * kGroup < weight.rows)
+    threads = dim3(2 * threads.x);
   return launch(parts ? bias_logsumexp_kernel<true> : bias_logsumexp_kernel<false>, (batch + threads.y - 1) / threads.y,
-                threads, stream, batch, product, row_scale, keep, hidden, doubt, centred, weight, out);
+                threads, stream, batch, product, stride, row_scale, logits, hidden, doubt, centred, weight, out);
 }
 
-cudaError_t bias_sigmoid_in_place(float* z, int64_t batch, int hidden, int padded, const float* bias,
-                                  cudaStream_t stream) {
-  const dim3 threads = block_of_rows(padded, 1, kThreads);
-  return launch(bias_sigmoid_in_place_kernel, (batch + threads.y - 1) / threads.y * blocks_across(padded, threads.x),
-                threads, stream, z, batch, hidden, padded, bias);
+cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, cudaStream_t stream) {
+  const dim3 threads = block_of_rows(z.padded, 1, kThreads);
+  return launch(plain_bias_sigmoid_kernel, (z.count + threads.y - 1) / threads.y * blocks_across(z.padded, threads.x),
+                threads, stream, z, bias, h);
 }
 
 // The blocks of strips of so many rows.
@@ -922,6 +950,7 @@ CPP_SOURCE = (
     + r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
@@ -1130,12 +1159,14 @@ Rows rows_at(const Tensor& x, int64_t begin, int64_t count) {
           static_cast<int>(pad(x.size(1)))};
 }
 
-// Rows of the batch at a time: so many elements of the widest matrix, which bounds the memory (in inference at the
-// problem's sizes less than half of what eager PyTorch takes, in whole waves of tiles), but at least a tile's 128 rows.
+// Elements of the widest matrix at a time, which bounds the memory: in inference at the problem's sizes less than half
+// of what eager PyTorch takes, in whole waves of tiles.
 int64_t forward_elements(int parts, bool kept) {
   return int64_t{1} << (parts == 1 ? 26 : kept ? 25 : 24);  // kept: no more than backward takes
 }
 
+// So many rows of the batch that the widest matrix has that many elements, in whole tiles of 128 rows, but at least
+// one.
 int64_t slice_rows(int64_t elements, int64_t batch, int64_t widest) {
   const int64_t rows = elements / widest / 128 * 128;
   return std::min(batch, std::max<int64_t>(rows, 128));
@@ -1200,27 +1231,45 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
                  static_cast<float*>(hidden.product), stream);
     C10_CUDA_CHECK(bias_sigmoid(parts, hidden, w2.view.largest_ratio, split_h, centred, stream));
     gemm_along(parts, rows, output8, hidden8, step2, split_h.data, w2.view.operand.data, y, stream);
-    C10_CUDA_CHECK(bias_logsumexp(parts, rows, y, correction(step2) * 0x1p-15f, kept != nullptr, hidden, split_h.doubt,
-                                  centred, w2.view, floats(out) + begin, stream));
+    C10_CUDA_CHECK(bias_logsumexp(parts, rows, y, output8, correction(step2) * 0x1p-15f, kept ? y : nullptr, hidden,
+                                  split_h.doubt, centred, w2.view, floats(out) + begin, stream));
   }
   if (kept) *kept = {product, logits, slope};
 }
 
-// cuBLAS as PyTorch calls it, at the precision that PyTorch's switch asks for.
+// A layer's product in the plain form, at the precision of PyTorch's switch (`tf32` says which): (batch, cols or padded
+// cols), and the bias still to be added, or null.
+//
+// On an H200, at 769 products of each precision, at::mm takes on average 35 % less than eager PyTorch's addmm (TF32:
+// 10 %). addmm, whose result is without pad columns, stands where mm can take far longer: up to 8 times with few rows,
+// 1.7 times with very many columns or in large TF32 products of more than a few tiles.
+std::pair<Tensor, const float*> linear(const Tensor& rows, const Tensor& weight, const Tensor& bias, bool tf32) {
+  const int64_t batch = rows.size(0), cols = weight.size(0);
+  const bool is_large =
+      static_cast<double>(batch) * cols * weight.size(1) >= 5e9 && (batch + 127) / 128 * ((cols + 127) / 128) > 32;
+  if (batch < 16 || cols >= 16384 || (tf32 && is_large)) return {at::addmm(bias, rows, weight.t()), nullptr};
+  const auto product = empty({batch, pad(cols)}, rows);
+  auto result = product.narrow(1, 0, cols);
+  at::mm_out(result, rows, weight.t());
+  return {product, bias.const_data_ptr<float>()};
+}
+
+// cuBLAS, called as PyTorch calls it.
 void plain_form(const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2, const Tensor& bias2,
-                const Tensor& out, Kept* kept, cudaStream_t stream) {
-  const int64_t batch = x.size(0), hidden = weight1.size(0), output = weight2.size(0);
-  const auto product = empty({batch, pad(hidden)}, x), logits = empty({batch, pad(output)}, x);
-  auto h = product.narrow(1, 0, hidden), y = logits.narrow(1, 0, output);
-  at::mm_out(h, x, weight1.t());
-  C10_CUDA_CHECK(
-      bias_sigmoid_in_place(floats(product), batch, hidden, pad(hidden), bias1.const_data_ptr<float>(), stream));
-  at::mm_out(y, h, weight2.t());
+                const Tensor& out, bool tf32, Kept* kept, cudaStream_t stream) {
+  const int64_t batch = x.size(0);
+  const int hidden = weight1.size(0), hidden8 = pad(hidden), output = weight2.size(0), output8 = pad(output);
+  auto [z, due1] = linear(x, weight1, bias1, tf32);
+  const auto h = z.size(1) == hidden8 ? z : empty({batch, hidden8}, x);
+  C10_CUDA_CHECK(plain_bias_sigmoid({floats(z), batch, z.stride(0), hidden, hidden8}, due1, floats(h), stream));
+  z.reset();  // its memory serves again
+  const auto [y, due2] = linear(h.narrow(1, 0, hidden), weight2, bias2, tf32);
+  const auto logits = kept && y.size(1) != output8 ? empty({batch, output8}, x) : y;
   Weight weight{};
-  weight.bias = bias2.const_data_ptr<float>(), weight.rows = output, weight.padded_rows = pad(output);
-  C10_CUDA_CHECK(bias_logsumexp(0, batch, floats(logits), 1.f, kept != nullptr, {}, nullptr, nullptr, weight,
-                                floats(out), stream));
-  if (kept) *kept = {product, logits, at::full({batch}, 0.25, x.options())};
+  weight.bias = due2, weight.rows = output, weight.padded_rows = output8;
+  C10_CUDA_CHECK(bias_logsumexp(0, batch, floats(y), y.stride(0), 1.f, kept ? floats(logits) : nullptr, {}, nullptr,
+                                nullptr, weight, floats(out), stream));
+  if (kept) *kept = {h, logits, at::full({batch}, 0.25, x.options())};
 }
 
 struct Gradients {
@@ -1343,17 +1392,17 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
 
 // What the split form gains on an H200, in seconds, by a multiplication and by one where a row of an operand or of the
 // product does not start at a multiple of 16 bytes (which TF32 minds); and what it loses by a weight, an element of x
-// and y, a row, a call, and a term of a sum while multiprocessors idle.
+// and y, a row of x or of a weight, a call, and a term of a sum while multiprocessors idle.
 struct Costs {
   double product, misaligned_product, weight, element, row, call, idle_term;
 };
 
-// Without and with gradients. Fit to the times of both forms at 176 and 96 sizes, most of them random (batch 1 to
-// 262144, widths 7 to 1000000): what is chosen takes on average 0.5 % longer than the better form, at most 34 %.
-constexpr Costs kFloat32[] = {{3.2e-14, 3.2e-14, 2.3e-12, 1.5e-12, 3.6e-9, 1e-6, 4.2e-9},
-                              {7e-14, 7e-14, 9e-12, 3e-12, 2e-8, 2e-5, 2.2e-8}};
-constexpr Costs kTf32[] = {{6.2e-15, 3.7e-14, 3.4e-12, 5.5e-12, 5e-10, 6e-7, 1.4e-9},
-                           {9e-15, 4e-14, 8e-12, 2e-12, 2.5e-9, 1.5e-5, 1.2e-8}};
+// Without and with gradients. Fit to the times of both forms at 424 and 141 sizes, most of them random (batch 16 to
+// 262144, widths 7 to 1000000): what is chosen takes on average 1.2 % longer than the better form, at one size 92 %.
+constexpr Costs kFloat32[] = {{3.4e-14, 3.4e-14, 2.3e-12, 1.1e-12, 1.4e-9, 1e-7, 7.5e-9},
+                              {9e-14, 9e-14, 4e-12, 5e-12, 1.2e-8, 3e-5, 2.6e-8}};
+constexpr Costs kTf32[] = {{6.6e-15, 2.9e-14, 3.9e-12, 6e-12, 1e-10, 1e-7, 5e-9},
+                           {1.2e-14, 8e-14, 8e-12, 1e-11, 2.5e-9, 5e-5, 6e-9}};
 
 // Whether the split form is the quicker one. GPUs with less float16 for their float32 than those named go plain.
 bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, bool for_gradients,
@@ -1373,8 +1422,8 @@ bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool 
   };
   const double backward = for_gradients ? idle(output, hidden) : 0;
   const double idle_terms = std::ceil(batch / slice) * (idle(input, hidden) + idle(hidden, output) + backward);
-  const double lost = hidden * (input + output) * s.weight + batch * (input + output) * s.element + batch * s.row +
-                      s.call + idle_terms * s.idle_term;
+  const double lost = hidden * (input + output) * s.weight + batch * (input + output) * s.element +
+                      (batch + hidden + output) * s.row + s.call + idle_terms * s.idle_term;
   return asked.value_or(pays && gained > lost);
 }
 
@@ -1386,10 +1435,10 @@ void check(const Tensor& t, const char* name, const Tensor& x, std::initializer_
   TORCH_CHECK(t.numel() > 0, name, " must not be empty, but it is of shape ", t.sizes());
 }
 
-// Columns are counted in int, by threads that may look up to 2048 beyond a row's end.
+// Columns are counted in int, by threads that may look up to 16384 beyond a row's end.
 void check_widths(int64_t input, int64_t hidden, int64_t output) {
-  TORCH_CHECK(std::max({input, hidden, output}) < INT_MAX - 4096, "input, hidden and output must be below ",
-              INT_MAX - 4096, ", but they are ", input, ", ", hidden, " and ", output);
+  TORCH_CHECK(std::max({input, hidden, output}) < INT_MAX - 32768, "input, hidden and output must be below ",
+              INT_MAX - 32768, ", but they are ", input, ", ", hidden, " and ", output);
 }
 
 // Rows that are contiguous in memory, however far apart.
@@ -1413,7 +1462,7 @@ std::pair<Tensor, Kept> run(const Tensor& x, const Tensor& weight1, const Tensor
   Kept kept;
   if (splits(x, w1, w2, tf32, keep, split))
     split_form(tf32 ? 1 : 3, rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
-  else plain_form(rows, w1, b1, w2, b2, out, keep ? &kept : nullptr, stream);
+  else plain_form(rows, w1, b1, w2, b2, out, tf32, keep ? &kept : nullptr, stream);
   return {out, kept};
 }
 
