@@ -534,6 +534,13 @@ def test_the_form_that_is_chosen_is_the_quicker_one(precision, mode, sizes, spli
     assert not torch.equal(out, forward(*arguments, split=not split))
 
 
+def check_gradients_against_float64(new, exact, x, tolerance=1e-4):
+    """Asserts the gradients of ``exact``, which is float64, within ``tolerance`` of each element and of the largest."""
+    actual, expected = gradients(new, x), gradients(exact, x.detach().double().requires_grad_())
+    for name, gradient in expected.items():
+        check_close_to_largest(actual[name].double(), gradient, tolerance, msg=name)
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
 @pytest.mark.parametrize(
     "sizes",
@@ -544,47 +551,29 @@ def test_beyond_65535_rows_or_columns(hold, split, sizes):
     hold(split)
     reference, new, x = set_up(sizes, requires_grad=True)
     check_match(new(x), reference(x))
-    exact = copy.deepcopy(reference).double()
-    actual, expected = gradients(new, x), gradients(exact, x.detach().double().requires_grad_())
-    for name, gradient in expected.items():
-        check_close_to_largest(actual[name].double(), gradient, msg=name)
+    check_gradients_against_float64(new, copy.deepcopy(reference).double(), x)
+
+
+ROWS = {  # batch, input, hidden, output
+    "hidden": (300, 2056, 4104, 40),
+    "input and output": (300, 9001, 50, 4100),
+    "hidden by far": (50, 30, 20_000, 30),
+    "half of a block": (300, 30, 4352, 3),
+    "two slices": (1100, 9, 65_600, 3),
+    "as a warp and as a block keeps": (21, 513, 512, 512),
+    "two sweeps of a warp": (4100, 20, 40, 600),
+    "two warps": (1000, 20, 520, 1000),
+    "three sweeps of a block": (1030, 20, 40, 4200),
+    "the largest block": (40, 600, 30, 9001),
+    "five sweeps of the largest block": (5, 20, 40, 70_003),
+    "addmm of a wide layer": (40, 30, 16_391, 70),
+    "addmm of many multiplications": (700, 4100, 4100, 40),
+}
 
 
 @either_precision
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (300, 2056, 4104, 40),
-        (300, 9001, 50, 4100),
-        (50, 30, 20_000, 30),
-        (300, 30, 4352, 3),
-        (1100, 9, 65_600, 3),
-        (21, 513, 512, 512),
-        (4100, 20, 40, 600),
-        (1000, 20, 520, 1000),
-        (1030, 20, 40, 4200),
-        (40, 600, 30, 9001),
-        (5, 20, 40, 70_003),
-        (40, 30, 16_391, 70),
-        (700, 4100, 4100, 40),
-    ],
-    ids=[
-        "hidden",
-        "input and output",
-        "hidden by far",
-        "half of a block",
-        "two slices",
-        "as a warp and as a block keeps",
-        "two sweeps of a warp",
-        "two warps",
-        "three sweeps of a block",
-        "the largest block",
-        "five sweeps of the largest block",
-        "addmm of a wide layer",
-        "addmm of many multiplications",
-    ],
-)
+@pytest.mark.parametrize("sizes", ROWS.values(), ids=ROWS)
 def test_rows_of_any_length(hold, precision, mode, split, sizes):
     """What a warp takes, what a block keeps in registers, and what is longer."""
     hold(split)
@@ -593,9 +582,7 @@ def test_rows_of_any_length(hold, precision, mode, split, sizes):
     exact = copy.deepcopy(reference).double()
     with torch.no_grad():
         check_match(new(x).double(), exact(x.double()), TOLERANCE[mode])
-    actual, expected = gradients(new, x), gradients(exact, x.detach().double().requires_grad_())
-    for name, gradient in expected.items():
-        check_close_to_largest(actual[name].double(), gradient, TOLERANCE[mode], msg=name)
+    check_gradients_against_float64(new, exact, x, TOLERANCE[mode])
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
