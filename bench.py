@@ -66,7 +66,7 @@ AWKWARD = (  # --all, the first problem: not multiples of 8, narrow, wide, few r
     "batch:input_size:hidden_size:output_size="
     "16384:2047:4095:1023,16384:2049:4097:1025,16384:2048:4096:1000,16384:1000:1000:1000,16384:127:4096:1024,"
     "16384:2048:4096:7,16384:17:33:65,8191:2048:4096:1024,4095:8192:8191:8193,1000:3000:5000:7000,333:2048:4096:50257,"
-    "65536:64:128:10,4096:65536:128:10,41:55:9051:40667,32:2048:8192:50257,128:300:512:128256"
+    "65536:64:128:10,65536:256:512:10,4096:65536:128:10,41:55:9051:40667,32:2048:8192:50257,128:300:512:128256"
 )
 CPU_BATCH = 64  # without a GPU: small enough for two cores
 CPU_CALLS, CPU_SECONDS = 5, 0.1  # on the CPU a round times a contender so often, or as often as fits in so long

@@ -117,6 +117,7 @@ CUDA_SOURCE = (
     DECLARATIONS
     + r"""
 #include <cfloat>
+#include <utility>
 
 // ---- Operands --------------------------------------------------------------------------------------------
 //
@@ -145,10 +146,19 @@ constexpr int kThreads = 128;
 constexpr int kLargestBlock = 1024;
 constexpr int kEnoughThreads = 1 << 17;  // of bias_logsumexp: about what an H200 holds of them at once
 constexpr int kGroup = 4;                // elements a thread handles at once: 16 bytes of float32
-constexpr int kSweep = 4;                // groups a thread reads before it waits for the first
-template <int kBytes>
-constexpr int kSigmoidBlocks = kBytes == 4 ? 7 : 8;  // on a multiprocessor, whose registers they fill
-constexpr int kLongest = 4096;                       // columns of a row that a block of bias_sigmoid keeps in registers
+constexpr int kSweep = 4;                // groups a thread of bias_logsumexp reads before it waits for the first
+
+// A row of a warp's threads or fewer shares a block of kThreads with others; a row of more has a block to itself.
+__host__ __device__ constexpr int rows_per_block(int row_threads) {
+  return row_threads <= 32 ? kThreads / row_threads : 1;
+}
+
+// Blocks of bias_sigmoid that a multiprocessor is to hold: as many as an H200's registers allow, of which a thread
+// wants fewer where rows are short.
+constexpr int sigmoid_blocks(int product_bytes, int row_threads, int count) {
+  const int of_kthreads = row_threads == 32 && count <= 2 ? 12 : product_bytes == 4 ? 7 : 8;
+  return of_kthreads * kThreads / (rows_per_block(row_threads) * row_threads);
+}
 
 template <int kParts>
 struct Precision {
@@ -169,7 +179,7 @@ struct Sum {
 // The reduction of one value a thread over the threads of one threadIdx.y, returned to each: a block, or a power of two
 // of at most a warp's. All of a warp must come.
 template <typename T, typename Op>
-__device__ T block_reduce(T value, Op op) {
+__device__ T row_reduce(T value, Op op) {
   __shared__ T partial[32];
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2)
@@ -190,10 +200,10 @@ __device__ void wait_for_stream() {
 #endif
 }
 
-// Whether any thread of a row's block, or of its warp where a row has one warp, says so; and a barrier for them.
-__device__ bool any_of_row(bool value) { return blockDim.x == 32 ? __any_sync(~0u, value) : __syncthreads_or(value); }
+// Whether any thread of a row's block says so, or of its warp where a row has no more; and a barrier for them.
+__device__ bool any_of_row(bool value) { return blockDim.x <= 32 ? __any_sync(~0u, value) : __syncthreads_or(value); }
 __device__ void sync_row() {
-  if (blockDim.x == 32) __syncwarp();
+  if (blockDim.x <= 32) __syncwarp();
   else __syncthreads();
 }
 
@@ -260,38 +270,38 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
     store_halves(row + start, kWeight ? high_shifted : low);
     store_halves(row + padded + start, kWeight ? low : high_shifted);
   }
-  store_halves(row + (kParts - 1) * padded + start, hi);
+  store_halves(row + int64_t{kParts - 1} * padded + start, hi);
 }
 
 // Splits row `from` into row r of an operand, of a weight or not; beyond its end come zeros. A scale is a power of two
 // with three parts. `half_sum` is half the row's sum and `*ratio` that of its largest to its mean magnitude, where
-// asked for. The row's threads keep it in registers where it fits: 4 bytes read an element then, 8 of longer rows, and
-// 2 * kParts written.
-template <int kParts, bool kWeight, int kRowThreads>
+// asked for. The row's threads keep it in registers where it fits, kCount groups each: 4 bytes read an element then, 8
+// of longer rows, and 2 * kParts written.
+template <int kParts, bool kWeight, int kRowThreads, int kCount>
 __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, float* half_sum, float* ratio) {
   const float* row = rows.data + from * rows.stride;
   const int cols = rows.cols;
   __half* to = operand.data + r * kParts * rows.padded;
   const bool is_aligned = aligned(rows.data, rows.stride);
-  float v[kSweep][kGroup];
-  constexpr int kFit = kRowThreads * kSweep * kGroup;
+  float v[kCount][kGroup];
+  constexpr int kFit = kRowThreads * kCount * kGroup;
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
-    for (int g = 0; g < kSweep; ++g) load_group(v[g], row, group_start(chunk, g, kRowThreads), cols, is_aligned);
+    for (int g = 0; g < kCount; ++g) load_group(v[g], row, group_start(chunk, g, kRowThreads), cols, is_aligned);
   };
   float largest = 0.f;
   double sum = 0, magnitude = 0;
   for (int chunk = 0; chunk < rows.padded; chunk += kFit) {
     load_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kSweep; ++g)
+    for (int g = 0; g < kCount; ++g)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         largest = Max()(largest, fabsf(v[g][i]));
         if (kWeight && half_sum) sum += v[g][i], magnitude += fabsf(v[g][i]);
       }
   }
-  largest = block_reduce(largest, Max());
+  largest = row_reduce(largest, Max());
   const bool finite = largest <= FLT_MAX;
   const int exponent = largest == 0.f ? 0 : finite ? ilogbf(largest) + 1 : kExponent;
   const float up =
@@ -300,7 +310,7 @@ __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, f
   for (int chunk = 0; chunk < rows.padded; chunk += kFit) {
     if (rows.padded > kFit) load_chunk(chunk);
 #pragma unroll
-    for (int g = 0; g < kSweep; ++g) {
+    for (int g = 0; g < kCount; ++g) {
       const int start = group_start(chunk, g, kRowThreads);
       if (start >= rows.padded) continue;
 #pragma unroll
@@ -311,8 +321,8 @@ __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, f
       store_group<kParts, kWeight>(to, start, rows.padded, v[g]);
     }
   }
-  tiny = block_reduce(tiny, Sum());
-  if (kWeight && half_sum) sum = block_reduce(sum, Sum()), magnitude = block_reduce(magnitude, Sum());
+  tiny = row_reduce(tiny, Sum());
+  if (kWeight && half_sum) sum = row_reduce(sum, Sum()), magnitude = row_reduce(magnitude, Sum());
   if (threadIdx.x == 0) {
     operand.scale[r] = largest == 0.f ? 0.f : 1.f / up;
     // A NaN needs no repair: it fills its row of the product by itself.
@@ -328,29 +338,29 @@ __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, f
 // Makes *largest at least `value`. Floats >= 0 order like the integers of the same bits, and the result is the same
 // whatever the order in which threads come.
 __device__ void raise_to(float* largest, float value) {
-  atomicMax(reinterpret_cast<int*>(largest), __float_as_int(value));
+  const float seen = *static_cast<volatile float*>(largest);  // maybe out of date, which costs but an atomic
+  if (__float_as_int(value) > __float_as_int(seen)) atomicMax(reinterpret_cast<int*>(largest), __float_as_int(value));
 }
 
-// Splits the weights and rows of x, each row by a block or, `kRowThreads` being 32, by a warp; what the other variant
-// takes comes with no rows here. A weight's pad rows repeat its first, so that a product's pad columns change nothing
-// of what is found about its row.
-template <int kParts, int kRowThreads>
+// Splits the weights and rows of x, each row by a block or a warp. A weight's pad rows repeat its first, so that a
+// product's pad columns change nothing of what is found about its row.
+template <int kParts, int kRowThreads, int kCount>
 __global__ void __launch_bounds__(kThreads) split_kernel(Weight w1, Weight w2, Rows rows, Operand operand) {
   wait_for_stream();
-  constexpr int kRows = kThreads / kRowThreads;  // of a block: all of one matrix, since padded_rows is a multiple of 8
+  constexpr int kRows = rows_per_block(kRowThreads);  // all of one matrix, since padded_rows is a multiple of 8
   const int64_t begin = int64_t{blockIdx.x} * kRows, begin_of_x = w1.padded_rows + w2.padded_rows;
   const int own = kRows > 1 ? threadIdx.y : 0;  // else 0 by itself, but for 8 registers more
   if (begin >= begin_of_x) {
     const int64_t r = begin - begin_of_x + own;
-    if (r < rows.count) split_row<kParts, false, kRowThreads>(rows, r, r, operand, nullptr, nullptr);
+    if (r < rows.count) split_row<kParts, false, kRowThreads, kCount>(rows, r, r, operand, nullptr, nullptr);
     return;
   }
   const bool second = begin >= w1.padded_rows;
   const Weight w = second ? w2 : w1;
   const int64_t r = begin - (second ? w1.padded_rows : 0) + own, from = r < w.rows ? r : 0;
   float ratio;  // thread 0's
-  split_row<kParts, true, kRowThreads>({w.matrix, w.rows, w.cols, w.cols, w.padded_cols}, from, r, w.operand,
-                                       second ? w.half_sum + r : nullptr, &ratio);
+  split_row<kParts, true, kRowThreads, kCount>({w.matrix, w.rows, w.cols, w.cols, w.padded_cols}, from, r, w.operand,
+                                               second ? w.half_sum + r : nullptr, &ratio);
   if (threadIdx.x == 0) {
     w.padded_bias[r] = w.bias[from];
     if (!second) w.half_sum[r] = 0.f;
@@ -375,19 +385,20 @@ __device__ void store(__half* to, float value) {
 __device__ bool in_doubt(float raw, float doubt) { return doubt > 0.f && !(fabsf(raw) > doubt); }
 
 // Where an element of a product's row (raw accumulators / unit) is in doubt, computes those elements anew in float32,
-// puts the whole row into true units, adds the bias, and returns true. The block's warps take 32 columns at a time; for
-// each element in doubt a warp takes the dot product of the row that was split and the weight's row. `operand(k, w)` is
-// an element of the former, at least as exact as its product with w must be. `centred`: it was split less 1/2.
+// puts the whole row into true units, adds the bias, and returns true. The caller is `thread` of `threads`, whole
+// warps, which take 32 columns at a time; for each element in doubt a warp takes the dot product of the row that was
+// split and the weight's row. `operand(k, w)` is an element of the former, at least as exact as its product with w must
+// be. `centred`: it was split less 1/2.
 template <typename Product, typename Row>
 __device__ bool repair_row(Product* product, float unit, float row_scale, float row_doubt, bool centred,
-                           const Row& operand, const Weight& weight) {
+                           const Row& operand, const Weight& weight, unsigned thread, unsigned threads) {
   if (!(row_doubt + *weight.largest_doubt > 0.f)) return false;
   bool any = false;
-  for (int64_t j = threadIdx.x; j < weight.rows; j += blockDim.x)
+  for (int64_t j = thread; j < weight.rows; j += threads)
     any |= in_doubt(load(product + j) * unit, row_doubt + weight.operand.doubt[j]);
   if (!any_of_row(any)) return false;
-  const int lane = threadIdx.x % 32;
-  for (int64_t base = threadIdx.x - lane; base < weight.rows; base += blockDim.x) {
+  const int lane = thread % 32;
+  for (int64_t base = thread - lane; base < weight.rows; base += threads) {
     const int64_t j = base + lane;
     const bool inside = j < weight.rows;
     float value = inside ? load(product + j) : 0.f;
@@ -442,10 +453,13 @@ __device__ RowFacts shuffle_reduce(RowFacts facts, int lanes) {
   return facts;
 }
 
-__device__ RowFacts block_reduce(RowFacts facts) {  // with one barrier; another must come before the next
-  constexpr int kWarps = kThreads / 32;
+// With one barrier, or none in a warp; before the next call comes another (that of `repair_row`).
+template <int kRowThreads>
+__device__ RowFacts row_reduce(RowFacts facts) {
+  constexpr int kWarps = kRowThreads / 32;
   __shared__ RowFacts partial[kWarps];
   facts = shuffle_reduce(facts, 32);
+  if (kWarps == 1) return facts;
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = facts;
   __syncthreads();
   return shuffle_reduce(partial[threadIdx.x % kWarps], kWarps);
@@ -454,21 +468,26 @@ __device__ RowFacts block_reduce(RowFacts facts) {  // with one barrier; another
 // h = sigmoid(z + b1) of one row of the first product, split as the second product's operand. h may be taken less 1/2
 // ("centred"), which shortens the second product's sums: where the whole row is above 1/8, so that abs(h - 1/2) <= 3 h
 // and nothing is lost; in the tf32 form also where the squares of h - 1/2 sum to less than those of h, and no row of W2
-// is dominated by a few elements. One block a row, in registers where it fits: 4 bytes read, 2 of a float16 product,
-// 2 * kParts written an element, and 4 more where h is kept in float32 for the gradients, in z's place.
+// is dominated by a few elements. One warp or block a row, in registers where it `kFits`, kCount groups a thread: 4
+// bytes read, 2 of a float16 product, 2 * kParts written an element, and 4 more where h is kept in float32 for the
+// gradients, in z's place.
 //
 // The rows that the product wrote last are still in the L2 cache, so they come first.
-template <int kParts, typename Product, bool kFits>
-__global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
+template <int kParts, typename Product, int kRowThreads, int kCount, bool kFits>
+__global__ void __launch_bounds__(rows_per_block(kRowThreads) * kRowThreads,
+                                  sigmoid_blocks(sizeof(Product), kRowThreads, kCount))
     bias_sigmoid_kernel(Hidden hidden, const float* __restrict__ next_largest_ratio, Operand operand,
                         bool* __restrict__ centred) {
   wait_for_stream();
   const Weight& weight = hidden.weight;
-  const int64_t r = gridDim.x - 1 - blockIdx.x;
+  constexpr int kRows = rows_per_block(kRowThreads);
+  const int64_t r =  // written twice, since one form for both spills registers
+      kRows == 1 ? gridDim.x - 1 - blockIdx.x : hidden.x.count - 1 - (blockIdx.x * int64_t{kRows} + threadIdx.y);
+  if (kRows > 1 && r < 0) return;
   const int padded = weight.padded_rows;
   Product* row = static_cast<Product*>(hidden.product) + r * padded;
   const float row_scale = hidden.operand.scale[r] * hidden.correction * hidden.unit;
-  constexpr int kCount = kFits ? kLongest / kThreads / kGroup : 2, kChunk = kCount * kThreads * kGroup;
+  constexpr int kChunk = kCount * kRowThreads * kGroup;
   constexpr bool kHalf = sizeof(Product) == sizeof(__half);
   float h[kCount][kGroup];
   RowFacts facts;
@@ -477,7 +496,7 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
     unsigned start[kCount];  // beyond the row's end the last group is read again
 #pragma unroll
     for (int g = 0; g < kCount; ++g) {  // all start before the first is waited for
-      start[g] = min(group_start(chunk, g), padded - kGroup);
+      start[g] = min(group_start(chunk, g, kRowThreads), padded - kGroup);
       load_vector(h[g], row + start[g]);
     }
     const float factor = repaired ? 0.f : row_scale, alone = repaired ? 1.f : 0.f;  // repaired, the row is z
@@ -496,7 +515,7 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
         facts.lowest = fminf(facts.lowest, h[g][i]);
         sum += h[g][i];
       }
-      if (kParts == 1 && group_start(chunk, g) < padded) facts.sum += sum;
+      if (kParts == 1 && group_start(chunk, g, kRowThreads) < padded) facts.sum += sum;
     }
   };
   // A second time where an element may be in doubt. A loop, so that the code is there once: twice it would not fit the
@@ -506,7 +525,7 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
     if (kFits) h_of_chunk(0);
     else
       for (int chunk = 0; chunk < padded; chunk += kChunk) h_of_chunk(chunk);
-    facts = block_reduce(facts);
+    facts = row_reduce<kRowThreads>(facts);
     float doubt = hidden.operand.doubt[r];
     // Below 2^-14 a float16 is off by up to 2^-25: in z by more than 2^-13, where scales are that large.
     if (kHalf && row_scale * *weight.largest_scale > 0x1p12f) doubt += 0x1p-14f * hidden.unit;
@@ -514,7 +533,7 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
     int64_t x_row = r;
     asm volatile("" : "+l"(x_row));  // or its address is made before the sweep, for which registers are few
     const auto x_element = [&](int64_t k, float) { return hidden.x.data[x_row * hidden.x.stride + k]; };
-    repaired = repair_row(row, hidden.unit, row_scale, doubt, false, x_element, weight);  // with barriers
+    repaired = repair_row(row, hidden.unit, row_scale, doubt, false, x_element, weight, threadIdx.x, blockDim.x);
   }
   const RowFacts found = facts;  // below, h_of_chunk may read what other threads have written
   const bool centre =
@@ -525,13 +544,13 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
     if (!kFits) h_of_chunk(chunk);
 #pragma unroll
     for (int g = 0; g < kCount; ++g) {
-      const int start = group_start(chunk, g);
+      const int start = group_start(chunk, g, kRowThreads);
       if (start >= padded) continue;
       if constexpr (!kHalf)
         if (hidden.slope) store_vector(row + start, h[g]);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) h[g][i] = fmaf(h[g][i], 0x1p15f, shift);
-      store_group<kParts, false>(to, chunk + g * kThreads * kGroup, padded, h[g]);
+      store_group<kParts, false>(to, chunk + g * kRowThreads * kGroup, padded, h[g]);
     }
   }
   if (threadIdx.x == 0) {
@@ -546,10 +565,10 @@ __global__ void __launch_bounds__(kThreads, kSigmoidBlocks<sizeof(Product)>)
   }
 }
 
-// out = logsumexp(y + b2) of the rows of the second product, a block or a warp a row, or a part of a warp in the plain
-// form; reads each logit once: 4 bytes an element, and 4 written where y + b2 is to be kept for the gradients, as
-// `logits`, maybe in y's place. Each thread keeps its own maximum and the sum of exp(y - maximum). Not `kSplit` (the
-// plain form): y is in true units, and a null bias is in it already.
+// out = logsumexp(y + b2) of the rows of the second product, a block, a warp or a part of one a row; reads each logit
+// once: 4 bytes an element, and 4 written where y + b2 is to be kept for the gradients, as `logits`, maybe in y's
+// place. Each thread keeps its own maximum and the sum of exp(y - maximum). Not `kSplit` (the plain form): y is in true
+// units, and a null bias is in it already.
 template <bool kSplit>
 __global__ void __launch_bounds__(kLargestBlock)
     bias_logsumexp_kernel(int64_t batch, float* product, int64_t stride, float row_scale, float* logits, Hidden hidden,
@@ -557,47 +576,55 @@ __global__ void __launch_bounds__(kLargestBlock)
                           float* __restrict__ out) {
   wait_for_stream();
   const int64_t index = batch - 1 - (blockIdx.x * int64_t{blockDim.y} + threadIdx.y), r = max(index, int64_t{0});
-  // Beyond the batch are whole warps, which leave, or threads among a warp's, whose shuffles need them: these read row
-  // 0 and store nothing.
-  const bool real = index >= 0;
-  if (kSplit && !real) return;
-  const int cols = weight.rows;
+  const bool real = index >= 0;  // the threads beyond the batch, which shuffles need, read row 0 and store nothing
+  const int cols = weight.rows, last = static_cast<int>(stride) - kGroup;
   float* row = product + r * stride;
-  const bool row_aligned = aligned(product, stride);
-  const int readable = row_aligned ? stride : cols;  // pad columns too: a tail read one by one costs more
+  const bool row_aligned = kSplit || aligned(product, stride);
   float y[kSweep][kGroup], bias[kGroup], scale[kGroup];
   const auto group_at = [&](int chunk, int g) { return group_start(chunk, g, blockDim.x); };
   const auto load_chunk = [&](int chunk) {
+    if (row_aligned) {  // without a branch, for all loads to start before the first is waited for
 #pragma unroll
-    for (int g = 0; g < kSweep; ++g)
-      if constexpr (kSplit) load_vector(y[g], row + min(group_at(chunk, g), weight.padded_rows - kGroup));
-      else load_group(y[g], row, group_at(chunk, g), readable, row_aligned);
+      for (int g = 0; g < kSweep; ++g) load_vector(y[g], row + min(group_at(chunk, g), last));
+    } else {
+#pragma unroll
+      for (int g = 0; g < kSweep; ++g) load_group(y[g], row, group_at(chunk, g), cols, false);
+    }
   };
   load_chunk(0);
   const bool centre = kSplit && centred[r];
-  const auto h = [&](int64_t k, float w) {
-    const Weight& first = hidden.weight;
-    const int64_t i = r * first.padded_rows + k;
-    if (!hidden.half) {
-      const float kept = static_cast<float*>(hidden.product)[i];
-      if (hidden.slope) return kept;
-      const float x_scale = hidden.operand.scale[r] * hidden.correction;
-      return sigmoid(hidden.repaired[r] ? kept : fmaf(kept, x_scale * first.operand.scale[k], first.padded_bias[k]));
+  bool repaired = false;
+  if (kSplit && __any_sync(~0u, doubt[r] + *weight.largest_doubt > 0.f)) {
+    // Where rows share a warp, it takes one after the other.
+    const unsigned threads = max(blockDim.x, 32u), sharing = threads / blockDim.x, own = threadIdx.y % sharing;
+    for (unsigned i = 0; i < sharing; ++i) {
+      const int64_t at = index + own - i;
+      if (at < 0) break;
+      const auto h = [&](int64_t k, float w) {
+        const Weight& first = hidden.weight;
+        const int64_t element = at * first.padded_rows + k;
+        if (!hidden.half) {
+          const float kept = static_cast<float*>(hidden.product)[element];
+          if (hidden.slope) return kept;
+          const float factor = hidden.operand.scale[at] * hidden.correction * first.operand.scale[k];
+          return sigmoid(hidden.repaired[at] ? kept : fmaf(kept, factor, first.padded_bias[k]));
+        }
+        const float kept = load(static_cast<__half*>(hidden.product) + element);
+        // Below 2^-29 h is off by up to 2^-40, which counts where it meets so large a weight that y is off by 2^-16.
+        if (centred[at] || kept >= Precision<1>::kTiny || fabsf(w) * weight.cols <= 0x1p24f)
+          return (kept + (centred[at] ? 0x1p14f : 0.f)) * 0x1p-15f;
+        float z = first.padded_bias[k];
+        for (int64_t c = 0; c < first.cols; ++c)
+          z = fmaf(hidden.x.data[at * hidden.x.stride + c], first.matrix[k * first.cols + c], z);
+        return sigmoid(z);
+      };
+      const bool found = repair_row(product + at * stride, 1.f, row_scale, doubt[at], centred[at], h, weight,
+                                    own * blockDim.x + threadIdx.x, threads);
+      if (i == own) repaired = found;
     }
-    const float kept = load(static_cast<__half*>(hidden.product) + i);
-    // Below 2^-29 h is off by up to 2^-40, which counts where it meets so large a weight that y is off by 2^-16.
-    if (centre || kept >= Precision<1>::kTiny || fabsf(w) * weight.cols <= 0x1p24f)
-      return (kept + (centre ? 0x1p14f : 0.f)) * 0x1p-15f;
-    float z = first.padded_bias[k];
-    for (int64_t c = 0; c < first.cols; ++c)
-      z = fmaf(hidden.x.data[r * hidden.x.stride + c], first.matrix[k * first.cols + c], z);
-    return sigmoid(z);
-  };
-  const bool repaired = kSplit && repair_row(row, 1.f, row_scale, doubt[r], centre, h, weight);
-  if (repaired) load_chunk(0);
+    if (repaired) load_chunk(0);
+  }
   const float* bias_row = !kSplit ? weight.bias : centre ? weight.centred_bias : weight.padded_bias;
-  const bool bias_aligned = kSplit || aligned(bias_row, 0);
-  const int bias_cols = kSplit || bias_row ? cols : 0;  // of no bias, zeros
   float largest = -INFINITY, sum = 0.f;
   bool nan = false;
   for (int chunk = 0; chunk < cols; chunk += kSweep * blockDim.x * kGroup) {
@@ -606,12 +633,12 @@ __global__ void __launch_bounds__(kLargestBlock)
 #pragma unroll
     for (int g = 0; g < kSweep; ++g) {
       const int start = group_at(chunk, g);
-      if (start >= cols) {
-        y[g][0] = y[g][1] = y[g][2] = y[g][3] = -INFINITY;
-        continue;
+      if constexpr (kSplit) {
+        load_vector(bias, bias_row + min(start, last));
+        load_vector(scale, weight.operand.scale + min(start, last));
+      } else {
+        load_group(bias, bias_row, start, bias_row ? cols : 0, aligned(bias_row, 0));
       }
-      load_group(bias, bias_row, start, bias_cols, bias_aligned);
-      if (kSplit) load_vector(scale, weight.operand.scale + start);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         float& v = y[g][i];
@@ -620,8 +647,11 @@ __global__ void __launch_bounds__(kLargestBlock)
         nan |= isnan(v);
         top = fmaxf(top, v);
       }
-      if (logits && real) store_vector(logits + r * weight.padded_rows + start, y[g]);
     }
+    if (logits && real)
+#pragma unroll
+      for (int g = 0; g < kSweep; ++g)
+        if (group_at(chunk, g) < cols) store_vector(logits + r * weight.padded_rows + group_at(chunk, g), y[g]);
     if (top > largest) sum *= fast_exp(largest - top);
     largest = top;
     const float base = isinf(top) ? 0.f : top;  // an infinite maximum is the result itself, and inf - inf would be NaN
@@ -630,27 +660,61 @@ __global__ void __launch_bounds__(kLargestBlock)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) sum += fast_exp(y[g][i] - base);
   }
-  const float top = block_reduce(nan ? NAN : largest, Max());
-  sum = block_reduce(top > largest ? sum * fast_exp(largest - top) : sum, Sum());
+  const float top = row_reduce(nan ? NAN : largest, Max());
+  sum = row_reduce(top > largest ? sum * fast_exp(largest - top) : sum, Sum());
   if (threadIdx.x == 0 && real) out[r] = isinf(top) ? top : top + logf(sum);
 }
+
+// A thread's strip of rows, and its first column. A block takes up to 512 columns, of as many strips as it has threads
+// for; the blocks of longer rows lie side by side.
+struct Strip {
+  int64_t begin, end;
+  int start;
+
+  __device__ Strip(int64_t batch, int padded, int rows) {
+    const int across = blocks_across(padded, blockDim.x);
+    begin = (blockIdx.x / across * int64_t{blockDim.y} + threadIdx.y) * rows;
+    end = min(begin + rows, batch);
+    start = (blockIdx.x % across * blockDim.x + threadIdx.x) * kGroup;
+  }
+
+  __device__ bool empty(int padded) const { return begin >= end || start >= padded; }
+
+  // Calls `take` with each row and the thread's four columns of it, having loaded eight rows before the first is used.
+  template <typename Take>
+  __device__ void each_group(const Rows& x, const Take& take) const {
+    constexpr int kAtOnce = 8;
+    const bool inside = aligned(x.data, x.stride) && start + kGroup <= x.cols;
+    for (int64_t first = begin; first < end; first += kAtOnce) {
+      float v[kAtOnce][kGroup];
+      if (inside) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) load_vector(v[i], x.data + min(first + i, end - 1) * x.stride + start);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          load_group(v[i], x.data + min(first + i, end - 1) * x.stride, start, x.cols, false);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + i < end) take(first + i, v[i]);
+    }
+  }
+};
 
 // The plain form's h = sigmoid(z + b1), (batch, padded), maybe in z's place; where `bias` is null, z has it already.
 // Four neighbours a thread: 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
     plain_bias_sigmoid_kernel(Rows z, const float* __restrict__ bias, float* h) {
   wait_for_stream();
-  const int across = blocks_across(z.padded, blockDim.x);
-  const int64_t r = blockIdx.x / across * int64_t{blockDim.y} + threadIdx.y;
-  const int start = (blockIdx.x % across * blockDim.x + threadIdx.x) * kGroup;
-  if (r >= z.count || start >= z.padded) return;
+  const Strip strip(z.count, z.padded, 1);
+  if (strip.empty(z.padded)) return;
   float v[kGroup], b[kGroup];
-  const bool is_aligned = aligned(z.data, z.stride);
-  load_group(v, z.data + r * z.stride, start, is_aligned ? z.stride : z.cols, is_aligned);
-  load_group(b, bias, start, bias ? z.cols : 0, aligned(bias, 0));
+  load_group(v, z.data + strip.begin * z.stride, strip.start, z.cols, aligned(z.data, z.stride));
+  load_group(b, bias, strip.start, bias ? z.cols : 0, aligned(bias, 0));
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) v[i] = start + i < z.cols ? sigmoid(v[i] + b[i]) : 0.f;
-  store_vector(h + r * z.padded + start, v);
+  for (int i = 0; i < kGroup; ++i) v[i] = strip.start + i < z.cols ? sigmoid(v[i] + b[i]) : 0.f;
+  store_vector(h + strip.begin * z.padded + strip.start, v);
 }
 
 // ---- Gradients --------------------------------------------------------------------------------------------
@@ -658,9 +722,9 @@ __global__ void __launch_bounds__(kThreads)
 //     p = exp(y - out)    dh = p @ W2    dz = dh * h * (1 - h)    (each without its row's factor grad)
 //     dW2 = p.T @ (grad h)    db2 = sum(grad p)    dW1 = dz.T @ (grad x)    db1 = sum(grad dz)    dx = grad * (dz @ W1)
 //
-// The same products of split operands; those that sum over the batch are one product for each part. An operand has a
-// scale for each of its rows where the sum runs along them, and for each column where it runs over the batch; p and dz
-// are summed both ways and have none. p is at most 1. dz is taken in units of the scale that W2's column k was split
+// The same products of split operands; those that sum over the batch are made part by part. An operand has a scale for
+// each of its rows where the sum runs along them, and for each column where it runs over the batch; p and dz are summed
+// both ways and have none. p is at most 1. dz is taken in units of the scale that W2's column k was split
 // with and of the row's `slope`, which bounds its h (1 - h): it stays below 2^15 then, as W2's column does. The units
 // of k are given to W1's rows for dx, and to dW1's; those of a row to grad, which lies with x and h, so that a row with
 // a large x but a small gradient does not set the scale of the others.
@@ -673,40 +737,28 @@ __device__ float up_below(float bound) {
   return bound > 0.f && bound <= FLT_MAX ? ldexpf(1.f, max(-126, min(126, kExponent - 1 - ilogbf(bound)))) : 1.f;
 }
 
-// A block's strip of rows, and its thread's first column: 512 columns a block, a strip's blocks side by side.
-struct Strip {
-  int64_t begin, end;
-  int start;
-
-  __device__ Strip(int64_t batch, int padded, int rows) {
-    const int across = blocks_across(padded, kThreads);
-    begin = blockIdx.x / across * int64_t{rows};
-    end = min(begin + rows, batch);
-    start = (blockIdx.x % across * kThreads + threadIdx.x) * kGroup;
-  }
-};
-
-// The largest abs(grad slope x) of each column of x, `bounds` (padded), and after them the largest abs(grad). One
-// block kBoundRows rows and 512 columns, four columns a thread: 4 bytes read an element.
+// The largest abs(grad slope x) of each column of x, `bounds` (padded), and after them the largest abs(grad). Strips of
+// kBoundRows, four columns a thread: 4 bytes read an element.
 constexpr int kBoundRows = 64;
-static_assert(kBoundRows <= kThreads, "a thread takes one of the strip's grads");
 
 __global__ void __launch_bounds__(kThreads)
     gradient_bounds_kernel(RowFactors factors, Rows x, float* __restrict__ bounds) {
   wait_for_stream();
   const Strip strip(x.count, x.padded, kBoundRows);
-  const int64_t row = strip.begin + threadIdx.x;
-  const float largest_grad = block_reduce(row < strip.end ? fabsf(factors.grad[row]) : 0.f, Max());
-  if (strip.start == 0) raise_to(bounds + x.padded, largest_grad);
-  const bool is_aligned = aligned(x.data, x.stride);
-  float largest[kGroup] = {}, v[kGroup];
-#pragma unroll 8
-  for (int64_t r = strip.begin; r < strip.end; ++r) {
-    load_group(v, x.data + r * x.stride, strip.start, x.cols, is_aligned);
+  if (strip.start == threadIdx.x * kGroup) {  // of the blocks side by side the first, all its threads
+    float largest_grad = 0.f;
+    for (int64_t r = strip.begin + threadIdx.x; r < strip.end; r += blockDim.x)
+      largest_grad = Max()(largest_grad, fabsf(factors.grad[r]));
+    for (int offset = 16; offset > 0; offset /= 2)  // over a warp's strips, too
+      largest_grad = Max()(largest_grad, __shfl_xor_sync(~0u, largest_grad, offset));
+    if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) raise_to(bounds + x.padded, largest_grad);
+  }
+  float largest[kGroup] = {};
+  strip.each_group(x, [&](int64_t r, float (&v)[kGroup]) {
     const float weight = fabsf(factors.grad[r]) * factors.slope[r];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) largest[i] = Max()(largest[i], fabsf(v[i]) * weight);
-  }
+  });
   for (int i = 0; i < kGroup && strip.start + i < x.cols; ++i) raise_to(bounds + strip.start + i, largest[i]);
 }
 
@@ -717,9 +769,8 @@ __global__ void __launch_bounds__(kThreads) bounds_to_scales_kernel(float* bound
   if (i < count) bounds[i] = 1.f / up_below(bounds[i]);
 }
 
-// p, (batch, padded), and the sums of grad p over strips of rows, (strips, padded). One block a strip and 512 columns,
-// four columns a thread: 4 bytes read, 2 * kParts written an element; plain: grad p, 4 written. `y` holds the logits,
-// bias included.
+// p, (batch, padded), and the sums of grad p over strips of rows, (strips, padded), four columns a thread: 4 bytes
+// read, 2 * kParts written an element; plain: grad p, 4 written. `y` holds the logits, bias included.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
     softmax_gradient_kernel(const float* __restrict__ grad, const float* __restrict__ y, const float* __restrict__ out,
@@ -727,7 +778,7 @@ __global__ void __launch_bounds__(kThreads)
                             float* __restrict__ plain, float* __restrict__ sums) {
   wait_for_stream();
   const Strip strip(batch, padded, kStrip);
-  if (strip.start >= padded) return;
+  if (strip.empty(padded)) return;
   float sum[kGroup] = {}, v[kGroup];
 #pragma unroll 4
   for (int64_t r = strip.begin; r < strip.end; ++r) {
@@ -756,7 +807,7 @@ __global__ void __launch_bounds__(kThreads)
                             __half* __restrict__ h_operand, float* __restrict__ sums) {
   wait_for_stream();
   const Strip strip(batch, padded, kStrip);
-  if (strip.start >= padded) return;
+  if (strip.empty(padded)) return;
   float sum[kGroup] = {}, v[kGroup], kept[kGroup];
 #pragma unroll 4
   for (int64_t r = strip.begin; r < strip.end; ++r) {
@@ -792,39 +843,44 @@ __global__ void __launch_bounds__(kThreads)
   store_vector(sums + strip.begin / kStrip * padded + strip.start, sum);
 }
 
-// The operand grad slope x, (batch, kParts * padded). As `softmax_gradient`: 4 bytes read, 2 * kParts written an
-// element.
+// The operand grad slope x, (batch, kParts * padded): 4 bytes read, 2 * kParts written an element.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
     weigh_rows_kernel(RowFactors factors, Rows x, const float* __restrict__ x_scale, __half* __restrict__ operand) {
   wait_for_stream();
   const Strip strip(x.count, x.padded, kStrip);
-  if (strip.start >= x.padded) return;
-  const bool is_aligned = aligned(x.data, x.stride);
-  float up[kGroup], v[kGroup];
+  if (strip.empty(x.padded)) return;
+  float up[kGroup];
   load_vector(up, x_scale + strip.start);
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) up[i] = 1.f / up[i];
-#pragma unroll 4
-  for (int64_t r = strip.begin; r < strip.end; ++r) {
-    load_group(v, x.data + r * x.stride, strip.start, x.cols, is_aligned);
+  strip.each_group(x, [&](int64_t r, float (&v)[kGroup]) {
     const float weight = factors.grad[r] * factors.slope[r];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = v[i] * weight * up[i];
     store_group<kParts, false>(operand + r * kParts * x.padded, strip.start, x.padded, v);
-  }
+  });
 }
 
-// to (rows, cols) = from (rows, padded) * factor and the scales; a block a row: 4 bytes read, 4 written an element.
+// to (rows, cols) = from (rows, padded) * factor and the scales: 4 bytes read, 4 written an element. A thread loads
+// four before it stores the first.
 __global__ void __launch_bounds__(kThreads)
     unscale_kernel(const float* __restrict__ from, int64_t rows, int cols, int padded, float factor, Scales scales,
                    float* __restrict__ to) {
   wait_for_stream();
   const auto at = [](const float* scale, int64_t i) { return scale ? scale[i] : 1.0; };  // no product overflows double
-  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
+  for (int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; r < rows; r += gridDim.x * int64_t{blockDim.y}) {
     const double row_factor = factor * at(scales.all, 0) * at(scales.row, r) * at(scales.row2, r);
-    for (int c = threadIdx.x; c < cols; c += kThreads)
-      to[r * cols + c] = static_cast<float>(from[r * padded + c] * (row_factor * at(scales.column, c)));
+    for (int begin = threadIdx.x; begin < cols; begin += kGroup * blockDim.x) {
+      const auto column = [&](int g) { return begin + g * static_cast<int>(blockDim.x); };
+      float v[kGroup];
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) v[g] = from[r * padded + min(column(g), cols - 1)];
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g)
+        if (column(g) < cols)
+          to[r * cols + column(g)] = static_cast<float>(v[g] * (row_factor * at(scales.column, column(g))));
+    }
   }
 }
 
@@ -845,68 +901,100 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStr
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// Launches a kernel that gives each row so many threads.
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_rows(Kernel kernel, int64_t rows, int threads, cudaStream_t stream, Arguments... arguments) {
+  const dim3 block(threads, rows_per_block(threads));
+  return launch(kernel, (rows + block.y - 1) / block.y, block, stream, arguments...);
+}
+
+// The kernel for rows of so many columns, and the threads of a row: up to 2048 columns it reads them once.
+template <int kParts>
+std::pair<decltype(&split_kernel<kParts, 32, 1>), int> split_kernel_for(int cols) {
+  if (cols <= 128) return {split_kernel<kParts, 32, 1>, 32};
+  if (cols <= 256) return {split_kernel<kParts, 32, 2>, 32};
+  if (cols <= 512) return {split_kernel<kParts, 32, 4>, 32};
+  if (cols <= 1024) return {split_kernel<kParts, 32, 8>, 32};
+  return {split_kernel<kParts, kThreads, 4>, kThreads};
+}
+
 cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream) {
-  // A warp holds a row of up to 512 columns in registers; a block's threads would have one group of it or none.
-  const auto launch_rows = [&](int threads, auto kernel) {
-    const auto takes = [&](int padded) { return (threads == 32) == (padded <= 32 * kSweep * kGroup); };
-    const Weight first = takes(w1.padded_cols) ? w1 : Weight{}, second = takes(w2.padded_cols) ? w2 : Weight{};
-    Rows x = rows;
-    if (!takes(x.padded)) x.count = 0;
-    const dim3 block(threads, kThreads / threads);
-    const int64_t count = first.padded_rows + second.padded_rows + x.count;
-    if (count == 0) return cudaSuccess;
-    return launch(kernel, (count + block.y - 1) / block.y, block, stream, first, second, x, operand);
+  const auto kernel_for = parts == 3 ? split_kernel_for<3> : split_kernel_for<1>;
+  const auto split_by = [&](auto kernel, Weight w1, Weight w2, Rows rows) {
+    return launch_rows(kernel.first, w1.padded_rows + w2.padded_rows + rows.count, kernel.second, stream, w1, w2, rows,
+                       operand);
   };
-  const cudaError_t error = launch_rows(kThreads, parts == 3 ? split_kernel<3, kThreads> : split_kernel<1, kThreads>);
-  if (error != cudaSuccess) return error;
-  return launch_rows(32, parts == 3 ? split_kernel<3, 32> : split_kernel<1, 32>);
+  const auto kernel = kernel_for(rows.padded), kernel2 = kernel_for(w2.padded_cols);  // W1's rows are as long as x's
+  if (kernel == kernel2 || w2.rows == 0) return split_by(kernel, w1, w2, rows);
+  const cudaError_t error = split_by(kernel, w1, {}, rows);
+  return error == cudaSuccess ? split_by(kernel2, {}, w2, {}) : error;
+}
+
+// The smallest kernel that holds a row in registers, if one does: on an H200 the one for 4096 columns takes as long for
+// the shortest rows. A row of up to 1024 columns is a warp's, which needs no barrier.
+template <int kParts, typename Product>
+cudaError_t bias_sigmoid_of(Hidden hidden, const float* next_largest_ratio, Operand operand, bool* centred,
+                            cudaStream_t stream) {
+  const int cols = hidden.weight.padded_rows;
+  const auto run = [&](auto kernel, int threads) {
+    return launch_rows(kernel, hidden.x.count, threads, stream, hidden, next_largest_ratio, operand, centred);
+  };
+  if (cols <= 128) return run(bias_sigmoid_kernel<kParts, Product, 32, 1, true>, 32);
+  if (cols <= 256) return run(bias_sigmoid_kernel<kParts, Product, 32, 2, true>, 32);
+  if (cols <= 512) return run(bias_sigmoid_kernel<kParts, Product, 32, 4, true>, 32);
+  if (cols <= 1024) return run(bias_sigmoid_kernel<kParts, Product, 32, 8, true>, 32);
+  if (cols <= 2048) return run(bias_sigmoid_kernel<kParts, Product, 64, 8, true>, 64);
+  if (cols <= 3072) return run(bias_sigmoid_kernel<kParts, Product, 128, 6, true>, 128);
+  if (cols <= 4096) return run(bias_sigmoid_kernel<kParts, Product, 128, 8, true>, 128);
+  return run(bias_sigmoid_kernel<kParts, Product, 128, 2, false>, 128);
 }
 
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest_ratio, Operand operand, bool* centred,
                          cudaStream_t stream) {
-  const bool fits = hidden.weight.padded_rows <= kLongest;
-  auto kernel = fits ? bias_sigmoid_kernel<1, float, true> : bias_sigmoid_kernel<1, float, false>;
-  if (parts == 3) kernel = fits ? bias_sigmoid_kernel<3, float, true> : bias_sigmoid_kernel<3, float, false>;
-  if (hidden.half) kernel = fits ? bias_sigmoid_kernel<1, __half, true> : bias_sigmoid_kernel<1, __half, false>;
-  return launch(kernel, hidden.x.count, kThreads, stream, hidden, next_largest_ratio, operand, centred);
+  const auto launch_of = hidden.half  ? bias_sigmoid_of<1, __half>
+                         : parts == 1 ? bias_sigmoid_of<1, float>
+                                      : bias_sigmoid_of<3, float>;
+  return launch_of(hidden, next_largest_ratio, operand, centred, stream);
 }
 
-// A block of kThreads threads, of which each row has the fewest that handle all its columns at once: a power of two
-// from `least` to `most`.
-dim3 block_of_rows(int cols, int least, int most) {
-  int threads = least;
-  while (threads < most && threads * kGroup < cols) threads *= 2;
+// A block of kThreads threads, of which each row has the fewest that take all its columns at once: a power of two.
+dim3 block_of_rows(int cols) {
+  int threads = 1;
+  while (threads < kThreads && threads * kGroup < cols) threads *= 2;
   return dim3(threads, kThreads / threads);
 }
 
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, int64_t stride, float row_scale, float* logits,
                            Hidden hidden, const float* doubt, const bool* centred, Weight weight, float* out,
                            cudaStream_t stream) {
-  // A row of up to 4096 logits is a warp's or, in the plain form, which has no `repair_row` to want whole warps, a part
-  // of one's; a longer one is a block's. Rows too few to fill the GPU get more threads, until one sweep reads a row.
-  dim3 threads = weight.rows <= 4096 ? block_of_rows(weight.rows, parts ? 32 : 1, 32) : dim3(kThreads);
-  while (batch * threads.x < kEnoughThreads && threads.x < kLargestBlock && threads.x * kSweep * kGroup < weight.rows)
-    threads = dim3(2 * threads.x);
-  return launch(parts ? bias_logsumexp_kernel<true> : bias_logsumexp_kernel<false>, (batch + threads.y - 1) / threads.y,
-                threads, stream, batch, product, stride, row_scale, logits, hidden, doubt, centred, weight, out);
+  // Enough to read a row in one sweep, but of up to 4096 logits no more than a warp, of more no more than kThreads,
+  // unless rows are too few to fill the GPU.
+  const int most = weight.rows <= 4096 ? 32 : kThreads;
+  int threads = 1;
+  while (threads * kSweep * kGroup < weight.rows &&
+         (threads < most || (batch * threads < kEnoughThreads && threads < kLargestBlock)))
+    threads *= 2;
+  return launch_rows(parts ? bias_logsumexp_kernel<true> : bias_logsumexp_kernel<false>, batch, threads, stream, batch,
+                     product, stride, row_scale, logits, hidden, doubt, centred, weight, out);
+}
+
+// Launches a kernel over strips of so many rows.
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_strips(Kernel kernel, int64_t batch, int padded, int rows, cudaStream_t stream,
+                          Arguments... arguments) {
+  const dim3 block = block_of_rows(padded);
+  const int64_t strips = (batch + rows - 1) / rows;
+  return launch(kernel, (strips + block.y - 1) / block.y * blocks_across(padded, block.x), block, stream, arguments...);
 }
 
 cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, cudaStream_t stream) {
-  const dim3 threads = block_of_rows(z.padded, 1, kThreads);
-  return launch(plain_bias_sigmoid_kernel, (z.count + threads.y - 1) / threads.y * blocks_across(z.padded, threads.x),
-                threads, stream, z, bias, h);
-}
-
-// The blocks of strips of so many rows.
-int64_t strip_blocks(int64_t batch, int padded, int rows) {
-  return (batch + rows - 1) / rows * blocks_across(padded, kThreads);
+  return launch_strips(plain_bias_sigmoid_kernel, z.count, z.padded, 1, stream, z, bias, h);
 }
 
 cudaError_t gradient_scales(RowFactors factors, Rows x, float* scales, cudaStream_t stream) {
   cudaError_t error = cudaMemsetAsync(scales, 0, (x.padded + 1) * sizeof(float), stream);
   if (error == cudaSuccess)
-    error = launch(gradient_bounds_kernel, strip_blocks(x.count, x.padded, kBoundRows), kThreads, stream, factors, x,
-                   scales);
+    error = launch_strips(gradient_bounds_kernel, x.count, x.padded, kBoundRows, stream, factors, x, scales);
   if (error != cudaSuccess) return error;
   return launch(bounds_to_scales_kernel, x.padded / kThreads + 1, kThreads, stream, scales, x.padded + 1);
 }
@@ -916,8 +1004,7 @@ cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const
   const auto kernel = parts == 3   ? softmax_gradient_kernel<3>
                       : parts == 1 ? softmax_gradient_kernel<1>
                                    : softmax_gradient_kernel<0>;
-  return launch(kernel, strip_blocks(batch, padded, kStrip), kThreads, stream, grad, y, out, batch, cols, padded,
-                operand, plain, sums);
+  return launch_strips(kernel, batch, padded, kStrip, stream, grad, y, out, batch, cols, padded, operand, plain, sums);
 }
 
 cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, RowFactors factors, int64_t batch, int padded,
@@ -926,20 +1013,22 @@ cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, RowFactors fa
   const auto kernel = parts == 3   ? sigmoid_gradient_kernel<3>
                       : parts == 1 ? sigmoid_gradient_kernel<1>
                                    : sigmoid_gradient_kernel<0>;
-  return launch(kernel, strip_blocks(batch, padded, kStrip), kThreads, stream, dh, h, factors, batch, padded,
-                parts ? correction / kUpP : 1.f, w2_scale, grad_scale, operand, h_operand, sums);
+  return launch_strips(kernel, batch, padded, kStrip, stream, dh, h, factors, batch, padded,
+                       parts ? correction / kUpP : 1.f, w2_scale, grad_scale, operand, h_operand, sums);
 }
 
 cudaError_t weigh_rows(int parts, RowFactors factors, Rows x, const float* x_scale, __half* operand,
                        cudaStream_t stream) {
-  return launch(parts == 3 ? weigh_rows_kernel<3> : weigh_rows_kernel<1>, strip_blocks(x.count, x.padded, kStrip),
-                kThreads, stream, factors, x, x_scale, operand);
+  return launch_strips(parts == 3 ? weigh_rows_kernel<3> : weigh_rows_kernel<1>, x.count, x.padded, kStrip, stream,
+                       factors, x, x_scale, operand);
 }
 
 cudaError_t unscale(const float* from, int64_t rows, int cols, int padded, float factor, Scales scales, float* to,
                     cudaStream_t stream) {
-  return launch(unscale_kernel, rows < 65536 ? rows : 65536, kThreads, stream, from, rows, cols, padded, factor, scales,
-                to);
+  const dim3 block = block_of_rows(cols);
+  const int64_t blocks = (rows + block.y - 1) / block.y;
+  return launch(unscale_kernel, blocks < 65536 ? blocks : 65536, block, stream, from, rows, cols, padded, factor,
+                scales, to);
 }
 """
 )
@@ -956,6 +1045,7 @@ CPP_SOURCE = (
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -975,6 +1065,12 @@ using at::Tensor;
 
 int64_t pad(int64_t n) { return (n + 7) / 8 * 8; }  // 16 bytes of float16
 
+float* floats(const Tensor& t) { return t.mutable_data_ptr<float>(); }
+__half* halves(const Tensor& t) { return static_cast<__half*>(t.mutable_data_ptr()); }
+Tensor empty(at::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype = at::kFloat) {
+  return at::empty(sizes, like.options().dtype(dtype));
+}
+
 // ---- GEMM --------------------------------------------------------------------------------------------
 
 #define CHECK_CUBLAS(call)                                                                      \
@@ -984,14 +1080,17 @@ int64_t pad(int64_t n) { return (n + 7) / 8 * 8; }  // 16 bytes of float16
   } while (0)
 
 // The sizes of product (rows, cols) = operand (rows, k) @ weight (cols, k).T or, `over_rows`, operand (k, rows).T @
-// weight (k, cols); the strides are those of the operands' rows.
+// weight (k, cols); the strides are those of the operands' rows. `count` such products are made at once, their matrices
+// one behind the other.
 struct Shape {
   int64_t rows, cols, k, operand_stride, weight_stride;
   bool over_rows, half_product;
+  int64_t count = 1;
 
   bool operator<(const Shape& other) const {
     const auto key = [](const Shape& s) {
-      return std::make_tuple(s.rows, s.cols, s.k, s.operand_stride, s.weight_stride, s.over_rows, s.half_product);
+      return std::make_tuple(s.rows, s.cols, s.k, s.operand_stride, s.weight_stride, s.over_rows, s.half_product,
+                             s.count);
     };
     return key(*this) < key(other);
   }
@@ -1008,16 +1107,22 @@ struct Gemm {
 
   Gemm(cublasLtHandle_t handle, const Shape& s) {
     const cublasOperation_t a = s.over_rows ? CUBLAS_OP_N : CUBLAS_OP_T, b = s.over_rows ? CUBLAS_OP_T : CUBLAS_OP_N;
-    const auto layout = [&](cublasLtMatrixLayoutOpaque_t& matrix, int64_t count, int64_t stride) {
+    const auto layout = [&](cublasLtMatrixLayoutOpaque_t& matrix, cudaDataType_t type, int64_t rows, int64_t cols,
+                            int64_t stride) {
+      const auto count = static_cast<int32_t>(s.count);
+      const int64_t distance = cols * stride;
+      CHECK_CUBLAS(cublasLtMatrixLayoutInit(&matrix, type, rows, cols, stride));
       CHECK_CUBLAS(
-          cublasLtMatrixLayoutInit(&matrix, CUDA_R_16F, s.over_rows ? count : s.k, s.over_rows ? s.k : count, stride));
+          cublasLtMatrixLayoutSetAttribute(&matrix, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof(count)));
+      CHECK_CUBLAS(cublasLtMatrixLayoutSetAttribute(&matrix, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &distance,
+                                                    sizeof(distance)));
     };
     CHECK_CUBLAS(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof(a)));
     CHECK_CUBLAS(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof(b)));
-    layout(weight, s.cols, s.weight_stride);
-    layout(operand, s.rows, s.operand_stride);
-    CHECK_CUBLAS(cublasLtMatrixLayoutInit(&product, s.half_product ? CUDA_R_16F : CUDA_R_32F, s.cols, s.rows, s.cols));
+    layout(weight, CUDA_R_16F, s.over_rows ? s.cols : s.k, s.over_rows ? s.k : s.cols, s.weight_stride);
+    layout(operand, CUDA_R_16F, s.over_rows ? s.rows : s.k, s.over_rows ? s.k : s.rows, s.operand_stride);
+    layout(product, s.half_product ? CUDA_R_16F : CUDA_R_32F, s.cols, s.rows, s.cols);
     cublasLtMatmulPreferenceOpaque_t preference;  // as it is initialised it allows no workspace, and so no split-K
     CHECK_CUBLAS(cublasLtMatmulPreferenceInit(&preference));
     const uint32_t alignment = 16;  // that of a segment, in bytes
@@ -1102,30 +1207,36 @@ void gemm_along(int parts, int64_t rows, int64_t cols, int64_t k, int64_t step, 
          begin > 0);
 }
 
-// product (rows, cols) = operand (k, parts * rows).T @ weight (k, parts * cols), or with `add` +=: the small parts
-// first, what is truncated put back (`correction`).
-void gemm_over_batch(int parts, int64_t rows, int64_t cols, int64_t k, const __half* operand, const __half* weight,
-                     float* product, bool add, cudaStream_t stream) {
-  const auto gemm_part = [&](int part, int64_t begin, int64_t count, float alpha) {
-    gemm({rows, cols, count, parts * rows, parts * cols, true, false}, operand + begin * parts * rows + part * rows,
-         weight + begin * parts * cols + part * cols, product, stream, add, alpha);
-    add = true;
-  };
-  for (int part = 0; part < parts - 1; ++part) gemm_part(part, 0, k, 1.f);
-  const int64_t step = piece(k, longest_piece(parts, true));
-  for (int64_t begin = 0, count; begin < k; begin += count) {
-    count = std::min(step, k - begin);
-    gemm_part(parts - 1, begin, count, correction(count));
+// Split-K over k rows of the batch: how many partial products, of 256 terms or more, are made at once, so that their
+// tiles fill the GPU. On an H200 that takes training at 262144 x 64 -> 128 -> 10 from 4.4 to 1.0 ms.
+int64_t partial_products(int64_t rows, int64_t cols, int64_t k) {
+  const int64_t tiles = (rows + 127) / 128 * ((cols + 127) / 128);
+  return std::max<int64_t>(1, std::min(at::cuda::getCurrentDeviceProperties()->multiProcessorCount / tiles, k / 256));
+}
+
+// partial (count, rows, cols), whose sum is the product, += operand (k, parts * rows).T @ weight (k, parts * cols): the
+// small parts first, what is truncated put back (`correction`). A single one is set instead, the `first` time.
+void gemm_over_batch(int parts, int64_t k, const __half* operand, const __half* weight, const Tensor& partial,
+                     bool first, cudaStream_t stream) {
+  const int64_t count = partial.size(0), rows = partial.size(1), cols = partial.size(2);
+  bool add = !first || count > 1;
+  for (int part = 0; part < parts; ++part) {
+    const bool small = part < parts - 1;
+    const int64_t longest = small ? k : longest_piece(parts, true);
+    const int64_t pieces = count * ((k + count * longest - 1) / (count * longest));
+    // Rounded down where that leaves a short rest, which alone does not fill the GPU.
+    const int64_t step = count > 1 ? std::max<int64_t>(1, k / pieces) : (k + pieces - 1) / pieces;
+    for (int64_t begin = 0, terms, together; begin < k; begin += terms * together) {
+      terms = std::min(step, k - begin), together = std::min(count, (k - begin) / terms);
+      gemm({rows, cols, terms, parts * rows, parts * cols, true, false, together},
+           operand + begin * parts * rows + part * rows, weight + begin * parts * cols + part * cols, floats(partial),
+           stream, add, small ? 1.f : correction(terms));
+      add = true;
+    }
   }
 }
 
 // ---- Forms --------------------------------------------------------------------------------------------
-
-float* floats(const Tensor& t) { return t.mutable_data_ptr<float>(); }
-__half* halves(const Tensor& t) { return static_cast<__half*>(t.mutable_data_ptr()); }
-Tensor empty(at::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype = at::kFloat) {
-  return at::empty(sizes, like.options().dtype(dtype));
-}
 
 // The tensors that hold the memory of a Weight's operand and of what is known of its rows.
 struct WeightMemory {
@@ -1241,13 +1352,13 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
 // cols), and the bias still to be added, or null.
 //
 // On an H200, at 769 products of each precision, at::mm takes on average 35 % less than eager PyTorch's addmm (TF32:
-// 10 %). addmm, whose result is without pad columns, stands where mm can take far longer: up to 8 times with few rows,
-// 1.7 times with very many columns or in large TF32 products of more than a few tiles.
+// 10 %). addmm, whose result is without pad columns, stands where mm can take far longer: up to 9 times with 16 rows or
+// fewer, 1.7 times with very many columns or in large TF32 products of more than a few tiles.
 std::pair<Tensor, const float*> linear(const Tensor& rows, const Tensor& weight, const Tensor& bias, bool tf32) {
   const int64_t batch = rows.size(0), cols = weight.size(0);
-  const bool is_large =
-      static_cast<double>(batch) * cols * weight.size(1) >= 5e9 && (batch + 127) / 128 * ((cols + 127) / 128) > 32;
-  if (batch < 16 || cols >= 16384 || (tf32 && is_large)) return {at::addmm(bias, rows, weight.t()), nullptr};
+  const bool is_large = tf32 && static_cast<double>(batch) * cols * weight.size(1) >= 5e9 &&
+                        (batch + 127) / 128 * ((cols + 127) / 128) > 32;
+  if (batch <= 16 || cols >= 16384 || is_large) return {at::addmm(bias, rows, weight.t()), nullptr};
   const auto product = empty({batch, pad(cols)}, rows);
   auto result = product.narrow(1, 0, cols);
   at::mm_out(result, rows, weight.t());
@@ -1323,8 +1434,11 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const auto dh = need_dz ? empty({slice, hidden8}, x) : Tensor();
   const int64_t strips = (batch + kStrip - 1) / kStrip;  // a slice begins at a multiple of kStrip
   const auto sums1 = empty({strips, hidden8}, x), sums2 = empty({strips, output8}, x);
-  const auto dw1 = needs.first ? empty({hidden8, input8}, x) : Tensor();
-  const auto dw2 = needs.second ? empty({output8, hidden8}, x) : Tensor();
+  const auto products = [&](bool needed, int64_t rows, int64_t cols) {
+    const int64_t count = partial_products(rows, cols, slice);
+    return !needed ? Tensor() : count > 1 ? at::zeros({count, rows, cols}, x.options()) : empty({1, rows, cols}, x);
+  };
+  const auto dw1 = products(needs.first, hidden8, input8), dw2 = products(needs.second, output8, hidden8);
   const auto dx = needs.x ? empty({slice, input8}, x) : Tensor();
   Gradients d;
   if (needs.x) d.x = empty({batch, input}, x);
@@ -1339,11 +1453,10 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
                                     rows, hidden8, correction(step2), w2_scale, grad_scale,
                                     need_dz ? halves(dz) : nullptr, needs.second ? halves(weighed_h) : nullptr,
                                     floats(sums1) + strip * hidden8, stream));
-    if (needs.second)
-      gemm_over_batch(parts, output8, hidden8, rows, halves(p), halves(weighed_h), floats(dw2), begin > 0, stream);
+    if (needs.second) gemm_over_batch(parts, rows, halves(p), halves(weighed_h), dw2, begin == 0, stream);
     if (needs.first) {
       C10_CUDA_CHECK(weigh_rows(parts, factors, rows_at(x, begin, rows), x_scale, halves(weighed_x), stream));
-      gemm_over_batch(parts, hidden8, input8, rows, halves(dz), halves(weighed_x), floats(dw1), begin > 0, stream);
+      gemm_over_batch(parts, rows, halves(dz), halves(weighed_x), dw1, begin == 0, stream);
     }
     if (needs.x) {
       gemm_along(parts, rows, input8, hidden8, step1, halves(dz), halves(w1), floats(dx), stream);
@@ -1353,15 +1466,16 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
     }
   }
   const auto total = [](const Tensor& sums, int64_t cols) { return at::sum(sums.narrow(1, 0, cols), 0); };
+  const auto sum = [](const Tensor& dw) { return dw.size(0) > 1 ? at::sum(dw, 0) : dw; };
   if (needs.first) {
     d.weight1 = empty({hidden, input}, x), d.bias1 = total(sums1, hidden);
-    C10_CUDA_CHECK(unscale(floats(dw1), hidden, input, input8, 1.f, {nullptr, w2_scale, nullptr, x_scale},
+    C10_CUDA_CHECK(unscale(floats(sum(dw1)), hidden, input, input8, 1.f, {nullptr, w2_scale, nullptr, x_scale},
                            floats(d.weight1), stream));
   }
   if (needs.second) {
     d.weight2 = empty({output, hidden}, x), d.bias2 = total(sums2, output);
-    C10_CUDA_CHECK(unscale(floats(dw2), output, hidden, hidden8, 1.f / kUpP, {grad_scale, nullptr, nullptr, nullptr},
-                           floats(d.weight2), stream));
+    C10_CUDA_CHECK(unscale(floats(sum(dw2)), output, hidden, hidden8, 1.f / kUpP,
+                           {grad_scale, nullptr, nullptr, nullptr}, floats(d.weight2), stream));
   }
   return d;
 }
@@ -1390,19 +1504,20 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
 
 // ---- Operators --------------------------------------------------------------------------------------------
 
-// What the split form gains on an H200, in seconds, by a multiplication and by one where a row of an operand or of the
-// product does not start at a multiple of 16 bytes (which TF32 minds); and what it loses by a weight, an element of x
-// and y, a row of x or of a weight, a call, and a term of a sum while multiprocessors idle.
+// What the split form gains on an H200, in seconds, by a multiplication, by one where a row of an operand or of the
+// product does not start at a multiple of 16 bytes (which TF32 minds), and by an element of h (in the TF32 form
+// mostly float16); and what it loses by a weight, an element of x and y, a row of x or of a weight, a call, and a term
+// of a sum while multiprocessors idle.
 struct Costs {
-  double product, misaligned_product, weight, element, row, call, idle_term;
+  double product, misaligned_product, hidden, weight, element, row, call, idle_term;
 };
 
-// Without and with gradients. Fit to the times of both forms at 424 and 141 sizes, most of them random (batch 16 to
-// 262144, widths 7 to 1000000): what is chosen takes on average 1.2 % longer than the better form, at one size 92 %.
-constexpr Costs kFloat32[] = {{3.4e-14, 3.4e-14, 2.3e-12, 1.1e-12, 1.4e-9, 1e-7, 7.5e-9},
-                              {9e-14, 9e-14, 4e-12, 5e-12, 1.2e-8, 3e-5, 2.6e-8}};
-constexpr Costs kTf32[] = {{6.6e-15, 2.9e-14, 3.9e-12, 6e-12, 1e-10, 1e-7, 5e-9},
-                           {1.2e-14, 8e-14, 8e-12, 1e-11, 2.5e-9, 5e-5, 6e-9}};
+// Without and with gradients. Fit to the times of both forms at 585 and 231 sizes, most of them random (batch 16 to
+// 300000, widths 2 to 1000000): what is chosen takes on average 1.7 % longer than the better form, at one size 106 %.
+constexpr Costs kFloat32[] = {{3.4e-14, 3.4e-14, 0, 2.2e-12, 1.5e-12, 7.5e-10, 7e-8, 7.9e-9},
+                              {9e-14, 9e-14, 0, 4e-12, 5e-12, 1.2e-8, 3e-5, 2.6e-8}};
+constexpr Costs kTf32[] = {{2.2e-15, 1.5e-14, 2.7e-12, 1.6e-12, 2.1e-12, 1.9e-10, 0, 4.1e-9},
+                           {1.1e-14, 1.4e-13, 1.7e-12, 1e-11, 9e-12, 4.5e-10, 8e-5, 2.3e-8}};
 
 // Whether the split form is the quicker one. GPUs with less float16 for their float32 than those named go plain.
 bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, bool for_gradients,
@@ -1413,7 +1528,8 @@ bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool 
   const Costs& s = (tf32 ? kTf32 : kFloat32)[for_gradients];
   const bool aligned1 = x.size(1) % 4 == 0, aligned2 = weight1.size(0) % 4 == 0 && weight2.size(0) % 4 == 0;
   const double gained = batch * hidden * input * (aligned1 ? s.product : s.misaligned_product) +
-                        batch * hidden * output * (aligned2 ? s.product : s.misaligned_product);
+                        batch * hidden * output * (aligned2 ? s.product : s.misaligned_product) +
+                        batch * hidden * s.hidden;
   // A product of fewer tiles of 128 x 128 than multiprocessors takes as long as its sums are, in every slice anew.
   const double slice =
       slice_rows(forward_elements(tf32 ? 1 : 3, for_gradients), batch, std::max({input, hidden, output}));
@@ -1660,7 +1776,7 @@ def _find_nvcc():
         advice += f", or: {_TOOLKIT}"
     if other:
         raise RuntimeError(f"{', '.join(other)}, but PyTorch {torch.__version__} is of CUDA {cuda}. {advice}.")
-    where = places[0] if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
+    where = f"at {places[0]}" if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
     raise RuntimeError(f"{EXTENSION} needs the CUDA compiler, nvcc, and there is none {where}. {advice}.")
 
 
@@ -1795,7 +1911,10 @@ def build():
                 f"{EXTENSION} needs 64 MiB in {cache}: make room, or export TORCH_EXTENSIONS_DIR=elsewhere"
             )
         print(f"{EXTENSION}: compiling for CUDA, once, into {cache}/{name}", file=sys.stderr, flush=True)
-        advice = f"CUDA_HOME, CC and CXX choose other compilers than {nvcc} and g++; for a missing header: {_TOOLKIT}"
+        advice = (
+            f"CUDA_HOME, CC and CXX choose other compilers than {nvcc} and g++, "
+            f"TORCH_CUDA_ARCH_LIST other architectures; for a missing header: {_TOOLKIT}"
+        )
         # One lock for all builds of this project, since they set variables of PyTorch's for a while.
         with _Explain(f"{EXTENSION} could not be built", advice), _lock(f"{cache}/build.flock"):
             if not os.path.exists(library):

@@ -445,7 +445,7 @@ def _find_nvcc():
         advice += f", or: {_TOOLKIT}"
     if other:
         raise RuntimeError(f"{', '.join(other)}, but PyTorch {torch.__version__} is of CUDA {cuda}. {advice}.")
-    where = places[0] if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
+    where = f"at {places[0]}" if home else "on PATH, in /usr/local/cuda/bin or among the pip packages"
     raise RuntimeError(f"{EXTENSION} needs the CUDA compiler, nvcc, and there is none {where}. {advice}.")
 
 
@@ -580,7 +580,10 @@ def build():
                 f"{EXTENSION} needs 64 MiB in {cache}: make room, or export TORCH_EXTENSIONS_DIR=elsewhere"
             )
         print(f"{EXTENSION}: compiling for CUDA, once, into {cache}/{name}", file=sys.stderr, flush=True)
-        advice = f"CUDA_HOME, CC and CXX choose other compilers than {nvcc} and g++; for a missing header: {_TOOLKIT}"
+        advice = (
+            f"CUDA_HOME, CC and CXX choose other compilers than {nvcc} and g++, "
+            f"TORCH_CUDA_ARCH_LIST other architectures; for a missing header: {_TOOLKIT}"
+        )
         # One lock for all builds of this project, since they set variables of PyTorch's for a while.
         with _Explain(f"{EXTENSION} could not be built", advice), _lock(f"{cache}/build.flock"):
             if not os.path.exists(library):

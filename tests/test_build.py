@@ -375,7 +375,7 @@ def test_compilers_are_searched_for_in_the_order_written_down(shop, monkeypatch)
 
 def test_cuda_home_without_a_compiler_is_an_error(shop, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
-    with pytest.raises(RuntimeError, match="nvcc, and there is none /nonexistent/bin/nvcc"):
+    with pytest.raises(RuntimeError, match="nvcc, and there is none at /nonexistent/bin/nvcc"):
         shop.run().build()
 
 

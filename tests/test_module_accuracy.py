@@ -107,9 +107,17 @@ def check_as_good_as_eager(new, model, x, mode):
         assert not (ratio > ROUNDINGS).any(), f"{name} is off by {ratio.max():.1f} roundings, allowed {ROUNDINGS}"
 
 
-def small():
-    """The reference, ``ModelNew`` and x, of sizes that are no multiples of 8."""
-    return *make_pair(130, 67, 35, device=GPU), make_input(37, 130, GPU)
+WIDTHS = {  # what takes a row of logits: input, hidden, output, no multiples of 8
+    "parts of a warp": (130, 67, 35),
+    "warps": (570, 530, 301),
+    "blocks": (1030, 2070, 1201),
+}
+any_width = pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+
+
+def set_up(widths):
+    """The reference, ``ModelNew`` and x."""
+    return *make_pair(*widths, device=GPU), make_input(37, widths[0], GPU)
 
 
 def spanning(rows, cols, octaves, seed, largest=3.0):
@@ -121,13 +129,14 @@ def spanning(rows, cols, octaves, seed, largest=3.0):
 
 @either_precision
 @either_form
+@any_width
 @pytest.mark.parametrize("octaves", [0, 10, 20, 40, 60])
 @pytest.mark.parametrize("where", ["x", "weight1", "weight2", "all"])
-def test_rows_that_span_many_magnitudes(hold, precision, mode, split, where, octaves):
+def test_rows_that_span_many_magnitudes(hold, precision, mode, split, where, octaves, widths):
     """Products of a row's small elements are as exact as eager's, though a neighbour is larger by far."""
     hold(split)
     precision(mode)
-    model, new, x = small()
+    model, new, x = set_up(widths)
     with torch.no_grad():
         for module in model, new:
             if where in ("weight1", "all"):
@@ -141,13 +150,14 @@ def test_rows_that_span_many_magnitudes(hold, precision, mode, split, where, oct
 
 @either_precision
 @either_form
+@any_width
 @pytest.mark.parametrize("gap", [1e3, 1e6, 1e9, 1e15, 1e25])
 @pytest.mark.parametrize("where", ["x", "weight1", "weight2"])
-def test_a_large_element_that_meets_zero(hold, precision, mode, split, where, gap):
+def test_a_large_element_that_meets_zero(hold, precision, mode, split, where, gap, widths):
     """One element of each row is larger by ``gap``, and meets zeros: the rest alone decides, as exactly as in eager."""
     hold(split)
     precision(mode)
-    model, new, x = small()
+    model, new, x = set_up(widths)
     with torch.no_grad():
         for module in model, new:
             weight1, weight2 = module.linear1.weight, module.linear2.weight
@@ -185,12 +195,13 @@ SPECIAL = {
 
 @either_precision
 @either_form
+@any_width
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("where", ["x", "weight1", "weight2"])
-def test_special_values(hold, precision, mode, split, where, special):
+def test_special_values(hold, precision, mode, split, where, special, widths):
     hold(split)
     precision(mode)
-    model, new, x = small()
+    model, new, x = set_up(widths)
     with torch.no_grad():
         for module in model, new:
             if where != "x":

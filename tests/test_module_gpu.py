@@ -554,13 +554,24 @@ def test_beyond_65535_rows_or_columns(hold, split, sizes):
     check_gradients_against_float64(new, copy.deepcopy(reference).double(), x)
 
 
-ROWS = {  # batch, input, hidden, output
+ROWS = {  # batch, input, hidden, output; numbers are lengths at which another kernel takes over
     "hidden": (300, 2056, 4104, 40),
     "input and output": (300, 9001, 50, 4100),
     "hidden by far": (50, 30, 20_000, 30),
     "half of a block": (300, 30, 4352, 3),
     "two slices": (1100, 9, 65_600, 3),
-    "as a warp and as a block keeps": (21, 513, 512, 512),
+    "128 and 129": (300, 128, 129, 16),
+    "256 and 257": (300, 257, 256, 17),
+    "512 and 513": (300, 513, 512, 33),
+    "1024 and 1025": (300, 1025, 1024, 65),
+    "2048 and 2049": (140, 2049, 2048, 129),
+    "3072": (140, 20, 3072, 257),
+    "3073": (140, 20, 3073, 513),
+    "4096": (140, 20, 4096, 512),
+    "few outputs of many rows": (5003, 20, 40, 5),
+    "partial products": (5003, 33, 65, 130),
+    "partial products of slices": (2100, 16_390, 9, 3),
+    "fewer rows left than partial products": (16_522, 3000, 20, 3),
     "two sweeps of a warp": (4100, 20, 40, 600),
     "two warps": (1000, 20, 520, 1000),
     "three sweeps of a block": (1030, 20, 40, 4200),
@@ -575,7 +586,7 @@ ROWS = {  # batch, input, hidden, output
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
 @pytest.mark.parametrize("sizes", ROWS.values(), ids=ROWS)
 def test_rows_of_any_length(hold, precision, mode, split, sizes):
-    """What a warp takes, what a block keeps in registers, and what is longer."""
+    """Rows that part of a warp takes, a warp, a block in registers, and longer ones; sums over few and many rows."""
     hold(split)
     precision(mode)
     reference, new, x = set_up(sizes, requires_grad=True)
