@@ -516,7 +516,7 @@ def measure(problem, solutions, setting, device, ceilings):
         if not share <= limit:
             refuse(name, f"while timed, its error was {share:.3g} of the tolerance, at most {limit:.3g} is allowed")
         elif lag[name] - lag["eager"] > HIDDEN * (1 + row["ms_median"]):
-            refuse(name, f"it runs on for {lag[name]:.3g} ms after the end event: work is hidden on another stream, or others use the GPU")
+            refuse(name, f"it runs on for {lag[name]:.3g} ms after the end event: hidden work, or others use the GPU")
         else:
             rows.append(row)
     return rows, refused
