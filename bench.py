@@ -62,11 +62,16 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "float16": 1e-2, "bfloat16": 1e-2
 STRAY = 1.5  # a solution may use this many times the share of the tolerance that the reference itself uses
 HIDDEN = 0.1  # ms, and share of the time between events, by which work may outlast the end event more than eager's
 SWEEP = [1, 4, 16, 64, 256, 1024, 4096, 8192, 16384, 32768, 65536]  # --all, up to four times the problem's own batch
+MODES = "inference", "training"
 AWKWARD = (  # --all, the first problem: not multiples of 8, narrow, wide, few rows, long sums, many outputs
     "batch:input_size:hidden_size:output_size="
     "16384:2047:4095:1023,16384:2049:4097:1025,16384:2048:4096:1000,16384:1000:1000:1000,16384:127:4096:1024,"
     "16384:2048:4096:7,16384:17:33:65,8191:2048:4096:1024,4095:8192:8191:8193,1000:3000:5000:7000,333:2048:4096:50257,"
     "65536:64:128:10,65536:256:512:10,4096:65536:128:10,41:55:9051:40667,32:2048:8192:50257,128:300:512:128256"
+)
+TRAINED = (  # --all, the first problem's training: fewer rows, narrow layers under many, many outputs
+    "batch:input_size:hidden_size:output_size=64:2048:4096:1024,1024:2048:4096:1024,4096:2048:4096:1024,"
+    "16384:1000:1000:1000,16384:127:4096:1024,65536:256:512:10,262144:64:128:10,4096:1024:1024:32000"
 )
 CPU_BATCH = 64  # without a GPU: small enough for two cores
 CPU_CALLS, CPU_SECONDS = 5, 0.1  # on the CPU a round times a contender so often, or as often as fits in so long
@@ -516,7 +521,7 @@ def measure(problem, solutions, setting, device, ceilings):
         if not share <= limit:
             refuse(name, f"while timed, its error was {share:.3g} of the tolerance, at most {limit:.3g} is allowed")
         elif lag[name] - lag["eager"] > HIDDEN * (1 + row["ms_median"]):
-            refuse(name, f"it runs on for {lag[name]:.3g} ms after the end event: hidden work, or others use the GPU")
+            refuse(name, f"it outlasts its end event by {lag[name]:.3g} ms: work on another stream, or other programs")
         else:
             rows.append(row)
     return rows, refused
@@ -551,7 +556,7 @@ def throughput_process(rank, gpus, folder, place, paths, precision, dtype, batch
     problem, solutions = Problem(place), {name: solution_class(path) for name, path in paths.items()}
     setting = {"problem": problem.name, "precision": precision, "dtype": dtype, "batch_per_gpu": batch}
     found = []
-    for mode in ("inference", "training"):
+    for mode in MODES:
         with float32_precision(precision):
             found.append(measure_throughput(rank, groups, problem, solutions, {**setting, "mode": mode}, device))
     if rank == 0:
@@ -869,14 +874,14 @@ def draw(report, path):
     for axes, problem in zip(figure.subplots(len(problems), 3, squeeze=False), problems, strict=True):
         own = [row for row in report["rows"] if row["problem"] == problem]
         draw_bars(axes[0], axes[1], [row for row in own if not row["sweep"]])
-        draw_batches(axes[2], solutions_inference(own))
+        draw_batches(axes[2], of_solutions(own))
     figure.suptitle(heading(report))
     figure.savefig(path, dpi=100)
 
 
-def solutions_inference(rows, sized=False):
-    """What a sweep is about: the rows of the solutions' inference, at all batch sizes or, ``sized``, at other sizes."""
-    telling = [row for row in rows if row["mode"] == "inference" and row["contender"] not in ("eager", "compile")]
+def of_solutions(rows, mode="inference", sized=False):
+    """What a sweep is about: the solutions' rows in this mode, at all batch sizes or, ``sized``, at other sizes."""
+    telling = [row for row in rows if row["mode"] == mode and row["contender"] not in ("eager", "compile")]
     return [row for row in telling if bool(row.get("sizes")) == sized]
 
 
@@ -967,12 +972,12 @@ def readme_block(folder):
             lines += [*markdown_table(columns, filter(is_telling, main)), ""]
         if len(main) < len(report["rows"]):
             lines += ["Speed-up over eager, inference, by batch size:", ""]
-            swept = sorted(solutions_inference(report["rows"]), key=lambda row: row["batch"])
+            swept = sorted(of_solutions(report["rows"]), key=lambda row: row["batch"])
             lines += [*speedup_lines(swept, BATCH_SWEEP_TITLES, SETTING_COLUMNS["batch"]), ""]
-        sized = solutions_inference(report["rows"], sized=True)
-        if sized:
-            lines += ["Speed-up over eager, inference, at other sizes:", ""]
-            lines += [*speedup_lines(sized, SIZES_TITLES, contender_of), ""]
+        for mode in MODES:
+            if sized := of_solutions(report["rows"], mode, sized=True):
+                lines += [f"Speed-up over eager, {mode}, at other sizes:", ""]
+                lines += [*speedup_lines(sized, SIZES_TITLES, contender_of), ""]
         if report["throughput"]:
             lines += [*markdown_table(THROUGHPUT_COLUMNS, report["throughput"]), ""]
         for build in report["builds"]:
@@ -1046,7 +1051,7 @@ def parse(arguments):
         "--sweep",
         type=sweep_sizes,
         metavar="batch=1,16,...",
-        help="time inference at these batch sizes as well, or at other sizes that reference.py names, as in "
+        help="time these batch sizes as well, or other sizes that reference.py names, as in "
         "batch:input_size:hidden_size=1:33:65,16:33:65",
     )
     add("--all", action="store_true", help="both problems with all their solutions, training and a sweep")
@@ -1108,14 +1113,16 @@ def accepted_solutions(plan, precisions, device, batch, report):
 def planned_races(args, plan, precisions, device):
     """``[(problem, setting), ...]``: each problem's own batch size first, then the sweeps."""
     own, swept = [], []
-    modes = ["inference", "training"] if args.training or args.all else ["inference"]
+    modes = MODES if args.training or args.all else MODES[:1]
     for problem, _ in plan:
         batch = args.batch_size or default_batch(problem, device)
-        sweep = args.sweep or []
+        sweeps = dict.fromkeys(modes, args.sweep or [])
         if args.all:
-            sweep = [{"batch": size} for size in SWEEP if size <= 4 * problem.batch_size]
-            sweep += sweep_sizes(AWKWARD) if problem.folder == ROOT else []
-        for name in {name for sizes in sweep for name in sizes} - {"batch"}:
+            batches = [{"batch": size} for size in SWEEP if size <= 4 * problem.batch_size]
+            first = problem.folder == ROOT
+            sweeps["inference"] = batches + (sweep_sizes(AWKWARD) if first else [])
+            sweeps["training"] = sweep_sizes(TRAINED) if first else []
+        for name in {name for sweep in sweeps.values() for sizes in sweep for name in sizes} - {"batch"}:
             if not isinstance(getattr(problem.reference, name, None), int):
                 raise Unusable(
                     f"--sweep must name batch or a number in {problem.name}'s reference.py, and {name} is none"
@@ -1123,11 +1130,12 @@ def planned_races(args, plan, precisions, device):
         for precision in precisions:
             setting = {"problem": problem.name, "precision": precision, "dtype": args.dtype, "sizes": {}}
             own += [(problem, {**setting, "batch": batch, "mode": mode, "sweep": False}) for mode in modes]
-            for sizes in sweep:
-                if sizes != {"batch": batch}:
-                    others = {name: size for name, size in sizes.items() if name != "batch"}
-                    at = {"batch": sizes.get("batch", batch), "sizes": others}
-                    swept.append((problem, {**setting, **at, "mode": "inference", "sweep": True}))
+            for mode, sweep in sweeps.items():
+                for sizes in sweep:
+                    if sizes != {"batch": batch}:
+                        others = {name: size for name, size in sizes.items() if name != "batch"}
+                        at = {"batch": sizes.get("batch", batch), "sizes": others}
+                        swept.append((problem, {**setting, **at, "mode": mode, "sweep": True}))
     return own + swept
 
 

@@ -587,6 +587,8 @@ def test_sweep_and_training_add_rows_and_the_problems_own_size_comes_first(probl
         ("training", 24, False),
         ("inference", 1, True),
         ("inference", 129, True),
+        ("training", 1, True),
+        ("training", 129, True),
     ]
     assert not any(row["contender"] == "compile" for row in rows if row["sweep"])
 
@@ -715,7 +717,8 @@ def synthetic_report():
                     row |= {"sizes": {}}
                     row |= {"speedup_vs_eager": i + 1.0, "speedup_low": i + 0.9, "speedup_high": i + 1.1}
                     rows.append(row)
-    rows.append(rows[-1] | {"batch": 5, "sizes": {"input_size": 33, "output_size": 7}})
+    for mode, batch in ("inference", 5), ("training", 6):
+        rows.append(rows[-1] | {"mode": mode, "batch": batch, "sizes": {"input_size": 33, "output_size": 7}})
     place = {"gpu": "GPU X", "driver": "580.1", "pytorch": "2.14", "cuda": "13.0", "date": "2000-01-02", "threads": 2}
     throughput = {"mode": "training", "precision": "high", "contender": "model_new", "gpus": 2, "rows_per_s": 1234567.0}
     throughput |= {"efficiency": 0.97, "speedup_vs_eager": 3.5}
@@ -737,7 +740,10 @@ def test_the_readme_block_shows_every_kind_of_result(tmp_path):
         "1,234,567",
         "0.33 times the 60.0 s",
         "results/gpu.json",
+        "Speed-up over eager, inference, at other sizes:",
         "| 5 | 33 -> 7 |",
+        "Speed-up over eager, training, at other sizes:",
+        "| 6 | 33 -> 7 |",
     ):
         assert text in block, text
     lines = block.splitlines()
