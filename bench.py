@@ -1122,7 +1122,8 @@ def planned_races(args, plan, precisions, device):
             first = problem.folder == ROOT
             sweeps["inference"] = batches + (sweep_sizes(AWKWARD) if first else [])
             sweeps["training"] = sweep_sizes(TRAINED) if first else []
-        for name in {name for sweep in sweeps.values() for sizes in sweep for name in sizes} - {"batch"}:
+        others = [(mode, sizes) for mode, sweep in sweeps.items() for sizes in sweep if sizes != {"batch": batch}]
+        for name in {name for _, sizes in others for name in sizes} - {"batch"}:
             if not isinstance(getattr(problem.reference, name, None), int):
                 raise Unusable(
                     f"--sweep must name batch or a number in {problem.name}'s reference.py, and {name} is none"
@@ -1130,12 +1131,10 @@ def planned_races(args, plan, precisions, device):
         for precision in precisions:
             setting = {"problem": problem.name, "precision": precision, "dtype": args.dtype, "sizes": {}}
             own += [(problem, {**setting, "batch": batch, "mode": mode, "sweep": False}) for mode in modes]
-            for mode, sweep in sweeps.items():
-                for sizes in sweep:
-                    if sizes != {"batch": batch}:
-                        others = {name: size for name, size in sizes.items() if name != "batch"}
-                        at = {"batch": sizes.get("batch", batch), "sizes": others}
-                        swept.append((problem, {**setting, **at, "mode": mode, "sweep": True}))
+            for mode, sizes in others:
+                named = {name: size for name, size in sizes.items() if name != "batch"}
+                at = {"batch": sizes.get("batch", batch), "sizes": named}
+                swept.append((problem, {**setting, **at, "mode": mode, "sweep": True}))
     return own + swept
 
 

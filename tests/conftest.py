@@ -87,6 +87,12 @@ def make_input(batch, input_size, device="cpu", dtype=torch.float32, seed=1, req
     return x.to(device, dtype).requires_grad_(requires_grad)
 
 
+def set_up(sizes, **options):
+    """The reference, ``ModelNew`` and x of these sizes (batch, input, hidden, output), on the GPU."""
+    batch, *rest = sizes
+    return *make_pair(*rest, device="cuda:0"), make_input(batch, rest[0], "cuda:0", **options)
+
+
 def check_match(actual, expected, tolerance=1e-4):
     """Asserts that ``actual`` is of the expected shape, dtype and device and within the tolerance; NaN matches NaN."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

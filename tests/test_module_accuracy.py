@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import check_close_to_largest, either_precision, examples, gradients, make_input, make_pair
+from conftest import check_close_to_largest, either_precision, examples, gradients, make_pair, set_up
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,17 +107,12 @@ def check_as_good_as_eager(new, model, x, mode):
         assert not (ratio > ROUNDINGS).any(), f"{name} is off by {ratio.max():.1f} roundings, allowed {ROUNDINGS}"
 
 
-WIDTHS = {  # what takes a row of logits: input, hidden, output, no multiples of 8
-    "parts of a warp": (130, 67, 35),
-    "warps": (570, 530, 301),
-    "blocks": (1030, 2070, 1201),
+SIZES = {  # what takes a row of logits: batch, input, hidden, output, no multiples of 8
+    "parts of a warp": (37, 130, 67, 35),
+    "warps": (37, 570, 530, 301),
+    "blocks": (37, 1030, 2070, 1201),
 }
-any_width = pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
-
-
-def set_up(widths):
-    """The reference, ``ModelNew`` and x."""
-    return *make_pair(*widths, device=GPU), make_input(37, widths[0], GPU)
+any_width = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
 
 def spanning(rows, cols, octaves, seed, largest=3.0):
@@ -132,11 +127,11 @@ def spanning(rows, cols, octaves, seed, largest=3.0):
 @any_width
 @pytest.mark.parametrize("octaves", [0, 10, 20, 40, 60])
 @pytest.mark.parametrize("where", ["x", "weight1", "weight2", "all"])
-def test_rows_that_span_many_magnitudes(hold, precision, mode, split, where, octaves, widths):
+def test_rows_that_span_many_magnitudes(hold, precision, mode, split, where, octaves, sizes):
     """Products of a row's small elements are as exact as eager's, though a neighbour is larger by far."""
     hold(split)
     precision(mode)
-    model, new, x = set_up(widths)
+    model, new, x = set_up(sizes)
     with torch.no_grad():
         for module in model, new:
             if where in ("weight1", "all"):
@@ -153,11 +148,11 @@ def test_rows_that_span_many_magnitudes(hold, precision, mode, split, where, oct
 @any_width
 @pytest.mark.parametrize("gap", [1e3, 1e6, 1e9, 1e15, 1e25])
 @pytest.mark.parametrize("where", ["x", "weight1", "weight2"])
-def test_a_large_element_that_meets_zero(hold, precision, mode, split, where, gap, widths):
+def test_a_large_element_that_meets_zero(hold, precision, mode, split, where, gap, sizes):
     """One element of each row is larger by ``gap``, and meets zeros: the rest alone decides, as exactly as in eager."""
     hold(split)
     precision(mode)
-    model, new, x = set_up(widths)
+    model, new, x = set_up(sizes)
     with torch.no_grad():
         for module in model, new:
             weight1, weight2 = module.linear1.weight, module.linear2.weight
@@ -198,10 +193,10 @@ SPECIAL = {
 @any_width
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("where", ["x", "weight1", "weight2"])
-def test_special_values(hold, precision, mode, split, where, special, widths):
+def test_special_values(hold, precision, mode, split, where, special, sizes):
     hold(split)
     precision(mode)
-    model, new, x = set_up(widths)
+    model, new, x = set_up(sizes)
     with torch.no_grad():
         for module in model, new:
             if where != "x":

@@ -25,6 +25,7 @@ from conftest import (
     make_input,
     make_pair,
     outcome,
+    set_up,
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -56,12 +57,6 @@ def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def set_up(sizes, **options):
-    """The reference, ``ModelNew`` and x, on the GPU."""
-    batch, *rest = sizes
-    return *make_pair(*rest, device=GPU), make_input(batch, rest[0], GPU, **options)
 
 
 def run_script(script, **environment):
@@ -506,15 +501,20 @@ def test_grad_scaler():
 # ---- Sizes -----------------------------------------------------------------------------------------------------------
 
 
-@either_precision
+CHOSEN = [  # batch, input, hidden, output, and whether the split form is the quicker one at either precision
+    ((16, 2048, 4096, 1024), False),  # a weight's parts cost more than few rows gain
+    ((4096, 65536, 128, 10), False),  # few tiles of long sums, in slice after slice
+    ((256, 64, 65536, 64), False),
+    ((4096, 2048, 4096, 1024), True),
+    ((333, 2048, 4096, 50257), True),
+]
+
+
 @pytest.mark.parametrize(
-    "sizes, split",
+    "mode, sizes, split",
     [
-        ((16, 2048, 4096, 1024), False),  # a weight's parts cost more than few rows gain
-        ((4096, 65536, 128, 10), False),  # few tiles of long sums, in slice after slice
-        ((256, 64, 65536, 64), False),
-        ((4096, 2048, 4096, 1024), True),
-        ((333, 2048, 4096, 50257), True),
+        *((mode, *case) for case in CHOSEN for mode in TOLERANCE),
+        ("high", (128, 300, 512, 128256), False),  # a great many short rows of a weight; at "highest" a near tie
     ],
     ids=str,
 )
@@ -562,6 +562,7 @@ ROWS = {  # batch, input, hidden, output; numbers are lengths at which another k
     "128 and 129": (300, 128, 129, 16),
     "256 and 257": (300, 257, 256, 17),
     "512 and 513": (300, 513, 512, 33),
+    "512 twice": (21, 513, 512, 512),
     "1024 and 1025": (300, 1025, 1024, 65),
     "2048 and 2049": (140, 2049, 2048, 129),
     "3072": (140, 20, 3072, 257),
