@@ -39,7 +39,7 @@ DECLARATIONS = r"""
 
 #include <cstdint>
 
-constexpr int kStrip = 32;  // rows that the gradients sum by column at a time
+constexpr int kStrip = 16;  // rows of which a thread of the gradients takes the sum, or the largest, by column
 
 // Rows of float32, each contiguous; `padded` is `cols` made a multiple of 8.
 struct Rows {
@@ -100,7 +100,10 @@ cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, int64_t str
                            Hidden hidden, const float* doubt, const bool* centred, Weight weight, float* out,
                            cudaStream_t stream);
 cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, cudaStream_t stream);
-cudaError_t gradient_scales(RowFactors factors, Rows x, float* scales, cudaStream_t stream);
+cudaError_t gradient_bounds(RowFactors factors, Rows x, float* bounds, cudaStream_t stream);
+cudaError_t reduce_columns(bool to_largest, const float* from, int64_t count, int64_t stride, int64_t size, int shares,
+                           float* to, cudaStream_t stream);
+cudaError_t bounds_to_scales(float* bounds, int count, cudaStream_t stream);
 cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
                              int padded, __half* operand, float* plain, float* sums, cudaStream_t stream);
 cudaError_t sigmoid_gradient(int parts, float* dh, const float* h, RowFactors factors, int64_t batch, int padded,
@@ -144,7 +147,7 @@ constexpr float kShift = 64.f;  // what lo gains and hi gives in the small produ
 constexpr int kExponentRange = 60;  // beyond, the scales themselves could over- or underflow
 constexpr int kThreads = 128;
 constexpr int kLargestBlock = 1024;
-constexpr int kEnoughThreads = 1 << 17;  // of bias_logsumexp: about what an H200 holds of them at once
+constexpr int kEnoughThreads = 1 << 17;  // that fill an H200: half of what it can hold, were registers no limit
 constexpr int kGroup = 4;                // elements a thread handles at once: 16 bytes of float32
 constexpr int kSweep = 4;                // groups a thread of bias_logsumexp reads before it waits for the first
 
@@ -176,14 +179,21 @@ struct Sum {
   }
 };
 
-// The reduction of one value a thread over the threads of one threadIdx.y, returned to each: a block, or a power of two
-// of at most a warp's. All of a warp must come.
+// The reduction of one value a thread over groups of `threads` neighbours (a power of two; 32 or more: over the warp),
+// returned to each. All of a warp must come.
+template <typename T, typename Op>
+__device__ T warp_reduce(T value, Op op, int threads = 32) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2)
+    if (offset < threads) value = op(value, __shfl_xor_sync(~0u, value, offset));
+  return value;
+}
+
+// The same over the threads of one threadIdx.y: at most a warp's, or a whole block's, whose blockDim.y is 1.
 template <typename T, typename Op>
 __device__ T row_reduce(T value, Op op) {
   __shared__ T partial[32];
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2)
-    if (offset < blockDim.x) value = op(value, __shfl_xor_sync(~0u, value, offset));
+  value = warp_reduce(value, op, blockDim.x);
   if (blockDim.x <= 32) return value;
   __syncthreads();  // an earlier reduction may still be reading
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
@@ -244,7 +254,7 @@ __host__ __device__ int blocks_across(int padded, int threads) {
 }
 
 // Where a thread's group g of a chunk starts, the row being of `threads` threads; a warp's are neighbours.
-__device__ int group_start(int chunk, int g, int threads = kThreads) {
+__device__ int group_start(int chunk, int g, int threads) {
   return chunk + (g * threads + static_cast<int>(threadIdx.x)) * kGroup;
 }
 
@@ -336,14 +346,15 @@ __device__ void split_row(Rows rows, int64_t from, int64_t r, Operand operand, f
 }
 
 // Makes *largest at least `value`. Floats >= 0 order like the integers of the same bits, and the result is the same
-// whatever the order in which threads come.
+// whatever the order in which threads come. It looks first, since atomics on one address take turns: for a weight of
+// 128256 rows that took 0.15 ms.
 __device__ void raise_to(float* largest, float value) {
   const float seen = *static_cast<volatile float*>(largest);  // maybe out of date, which costs but an atomic
   if (__float_as_int(value) > __float_as_int(seen)) atomicMax(reinterpret_cast<int*>(largest), __float_as_int(value));
 }
 
-// Splits the weights and rows of x, each row by a block or a warp. A weight's pad rows repeat its first, so that a
-// product's pad columns change nothing of what is found about its row.
+// Splits the weights and rows of x, each row by a block, a warp or half of one. A weight's pad rows repeat its first,
+// so that a product's pad columns change nothing of what is found about its row.
 template <int kParts, int kRowThreads, int kCount>
 __global__ void __launch_bounds__(kThreads) split_kernel(Weight w1, Weight w2, Rows rows, Operand operand) {
   wait_for_stream();
@@ -351,7 +362,8 @@ __global__ void __launch_bounds__(kThreads) split_kernel(Weight w1, Weight w2, R
   const int64_t begin = int64_t{blockIdx.x} * kRows, begin_of_x = w1.padded_rows + w2.padded_rows;
   const int own = kRows > 1 ? threadIdx.y : 0;  // else 0 by itself, but for 8 registers more
   if (begin >= begin_of_x) {
-    const int64_t r = begin - begin_of_x + own;
+    int64_t r = begin - begin_of_x + own;
+    if (kRowThreads < 32) r = min(r, rows.count - 1);  // beyond the end the last again: shuffles need whole warps
     if (r < rows.count) split_row<kParts, false, kRowThreads, kCount>(rows, r, r, operand, nullptr, nullptr);
     return;
   }
@@ -409,7 +421,7 @@ __device__ bool repair_row(Product* product, float unit, float row_scale, float 
       const float* row = weight.matrix + (base + owner) * weight.cols;
       float dot = 0.f;
       for (int64_t k = lane; k < weight.cols; k += 32) dot = fmaf(operand(k, row[k]), row[k], dot);
-      for (int offset = 16; offset > 0; offset /= 2) dot += __shfl_xor_sync(~0u, dot, offset);
+      dot = warp_reduce(dot, Sum());
       if (lane == owner) value = dot;
     }
     if (!inside) continue;
@@ -665,6 +677,20 @@ __global__ void __launch_bounds__(kLargestBlock)
   if (threadIdx.x == 0 && real) out[r] = isinf(top) ? top : top + logf(sum);
 }
 
+// Calls `take` with row `begin`, with every `step`th after it below `end`, and with what `load` gives for it. kAtOnce
+// rows are loaded before the first is taken, so that their loads are under way together.
+template <int kAtOnce, typename Load, typename Take>
+__device__ void each_row(int64_t begin, int64_t end, int64_t step, const Load& load, const Take& take) {
+  for (int64_t first = begin; first < end; first += kAtOnce * step) {
+    decltype(load(first)) loaded[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) loaded[i] = load(min(first + i * step, end - 1));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * step < end) take(first + i * step, loaded[i]);
+  }
+}
+
 // A thread's strip of rows, and its first column. A block takes up to 512 columns, of as many strips as it has threads
 // for; the blocks of longer rows lie side by side.
 struct Strip {
@@ -679,28 +705,28 @@ struct Strip {
   }
 
   __device__ bool empty(int padded) const { return begin >= end || start >= padded; }
-
-  // Calls `take` with each row and the thread's four columns of it, having loaded eight rows before the first is used.
-  template <typename Take>
-  __device__ void each_group(const Rows& x, const Take& take) const {
-    constexpr int kAtOnce = 8;
-    const bool inside = aligned(x.data, x.stride) && start + kGroup <= x.cols;
-    for (int64_t first = begin; first < end; first += kAtOnce) {
-      float v[kAtOnce][kGroup];
-      if (inside) {
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) load_vector(v[i], x.data + min(first + i, end - 1) * x.stride + start);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          load_group(v[i], x.data + min(first + i, end - 1) * x.stride, start, x.cols, false);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + i < end) take(first + i, v[i]);
-    }
-  }
 };
+
+// Calls `take` with each row of x in the strip: the thread's four columns of it, and what it weighs.
+template <typename Take>
+__device__ void each_weighed_row(const Strip& strip, RowFactors factors, const Rows& x, const Take& take) {
+  struct Row {
+    float x[kGroup], grad, slope;
+  };
+  const auto sweep = [&](const auto& load_columns) {
+    const auto load = [&](int64_t r) {
+      Row row;
+      load_columns(row.x, x.data + r * x.stride);
+      row.grad = factors.grad[r], row.slope = factors.slope[r];
+      return row;
+    };
+    each_row<8>(strip.begin, strip.end, 1, load, take);
+  };
+  // The branch is outside the loop: inside, a warp with threads on both sides would wait at every row.
+  if (aligned(x.data, x.stride) && strip.start + kGroup <= x.cols)
+    sweep([&](float (&v)[kGroup], const float* row) { load_vector(v, row + strip.start); });
+  else sweep([&](float (&v)[kGroup], const float* row) { load_group(v, row, strip.start, x.cols, false); });
+}
 
 // The plain form's h = sigmoid(z + b1), (batch, padded), maybe in z's place; where `bias` is null, z has it already.
 // Four neighbours a thread: 8 bytes an element.
@@ -737,29 +763,65 @@ __device__ float up_below(float bound) {
   return bound > 0.f && bound <= FLT_MAX ? ldexpf(1.f, max(-126, min(126, kExponent - 1 - ilogbf(bound)))) : 1.f;
 }
 
-// The largest abs(grad slope x) of each column of x, `bounds` (padded), and after them the largest abs(grad). Strips of
-// kBoundRows, four columns a thread: 4 bytes read an element.
-constexpr int kBoundRows = 64;
-
+// Over strips of rows the largest abs(grad slope x) of each column of x and, in the next column, the largest abs(grad):
+// `bounds` (strips, padded + 8). Four columns a thread: 4 bytes read, 1/4 written an element.
 __global__ void __launch_bounds__(kThreads)
     gradient_bounds_kernel(RowFactors factors, Rows x, float* __restrict__ bounds) {
   wait_for_stream();
-  const Strip strip(x.count, x.padded, kBoundRows);
-  if (strip.start == threadIdx.x * kGroup) {  // of the blocks side by side the first, all its threads
-    float largest_grad = 0.f;
-    for (int64_t r = strip.begin + threadIdx.x; r < strip.end; r += blockDim.x)
-      largest_grad = Max()(largest_grad, fabsf(factors.grad[r]));
-    for (int offset = 16; offset > 0; offset /= 2)  // over a warp's strips, too
-      largest_grad = Max()(largest_grad, __shfl_xor_sync(~0u, largest_grad, offset));
-    if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) raise_to(bounds + x.padded, largest_grad);
-  }
-  float largest[kGroup] = {};
-  strip.each_group(x, [&](int64_t r, float (&v)[kGroup]) {
-    const float weight = fabsf(factors.grad[r]) * factors.slope[r];
+  const Strip strip(x.count, x.padded, kStrip);
+  if (strip.empty(x.padded)) return;
+  float largest[kGroup] = {}, largest_grad = 0.f;
+  each_weighed_row(strip, factors, x, [&](int64_t, const auto& row) {
+    const float grad = fabsf(row.grad), weight = grad * row.slope;
+    largest_grad = Max()(largest_grad, grad);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) largest[i] = Max()(largest[i], fabsf(v[i]) * weight);
+    for (int i = 0; i < kGroup; ++i) largest[i] = Max()(largest[i], fabsf(row.x[i]) * weight);
   });
-  for (int i = 0; i < kGroup && strip.start + i < x.cols; ++i) raise_to(bounds + strip.start + i, largest[i]);
+  float* to = bounds + strip.begin / kStrip * (x.padded + 8);
+  store_vector(to + strip.start, largest);
+  if (strip.start == 0) to[x.padded] = largest_grad;
+}
+
+// to (shares, size) = the sums, or the largest of elements not below 0, of the columns of from (count, stride), over
+// shares of its rows, of which the last may be short or empty. blockIdx.y is the share; a thread takes four columns,
+// some maybe beyond `size`, but within `stride`, a multiple of 4; threadIdx.y shares a column's rows. 4 bytes read an
+// element.
+template <typename Op>
+__global__ void __launch_bounds__(kLargestBlock)
+    reduce_columns_kernel(const float* __restrict__ from, int64_t count, int64_t stride, int64_t size,
+                          float* __restrict__ to) {
+  wait_for_stream();
+  const int64_t start = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kGroup;
+  const int64_t share = (count + gridDim.y - 1) / gridDim.y, end = min(share * (blockIdx.y + 1), count);
+  struct Row {
+    float v[kGroup];
+  };
+  const auto load = [&](int64_t r) {
+    Row row;
+    load_vector(row.v, from + r * stride + start);
+    return row;
+  };
+  float result[kGroup] = {};
+  const auto take = [&](int64_t, const Row& row) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) result[i] = Op()(result[i], row.v[i]);
+  };
+  if (start < size) each_row<8>(share * blockIdx.y + threadIdx.y, end, blockDim.y, load, take);
+
+  __shared__ __align__(16) float partial[kLargestBlock][kGroup];
+  const unsigned own = threadIdx.y * blockDim.x + threadIdx.x;
+  for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
+    store_vector(partial[own], result);
+    __syncthreads();
+    if (threadIdx.y < half) {
+      Row other;
+      load_vector(other.v, partial[own + half * blockDim.x]);
+      take(0, other);
+    }
+    __syncthreads();  // before the next round overwrites what this one reads
+  }
+  if (threadIdx.y == 0)
+    for (int i = 0; i < kGroup && start + i < size; ++i) to[blockIdx.y * size + start + i] = result[i];
 }
 
 // Puts in the place of bounds the scales: what undoes the powers of two that keep below 2^15 what they bound.
@@ -779,20 +841,27 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_stream();
   const Strip strip(batch, padded, kStrip);
   if (strip.empty(padded)) return;
-  float sum[kGroup] = {}, v[kGroup];
-#pragma unroll 4
-  for (int64_t r = strip.begin; r < strip.end; ++r) {
-    load_vector(v, y + r * padded + strip.start);
-    const float base = out[r], factor = grad[r];
+  struct Row {
+    float y[kGroup], out, grad;
+  };
+  const auto load = [&](int64_t r) {
+    Row row;
+    load_vector(row.y, y + r * padded + strip.start);
+    row.out = out[r], row.grad = grad[r];
+    return row;
+  };
+  float sum[kGroup] = {};
+  each_row<8>(strip.begin, strip.end, 1, load, [&](int64_t r, const Row& row) {
+    float p[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      v[i] = strip.start + i < cols ? fast_exp(v[i] - base) : 0.f;
-      sum[i] += v[i] * factor;
-      v[i] *= kParts ? kUpP : factor;
+      p[i] = strip.start + i < cols ? fast_exp(row.y[i] - row.out) : 0.f;
+      sum[i] += p[i] * row.grad;
+      p[i] *= kParts ? kUpP : row.grad;
     }
-    if constexpr (kParts == 0) store_vector(plain + r * padded + strip.start, v);
-    else store_group<kParts, true>(operand + r * kParts * padded, strip.start, padded, v);
-  }
+    if constexpr (kParts == 0) store_vector(plain + r * padded + strip.start, p);
+    else store_group<kParts, true>(operand + r * kParts * padded, strip.start, padded, p);
+  });
   store_vector(sums + strip.begin / kStrip * padded + strip.start, sum);
 }
 
@@ -808,18 +877,27 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_stream();
   const Strip strip(batch, padded, kStrip);
   if (strip.empty(padded)) return;
-  float sum[kGroup] = {}, v[kGroup], kept[kGroup];
-#pragma unroll 4
-  for (int64_t r = strip.begin; r < strip.end; ++r) {
-    load_vector(kept, h + r * padded + strip.start);
+  struct Row {
+    float dh[kGroup], h[kGroup], grad, slope;
+  };
+  const auto load = [&](int64_t r) {
+    Row row;
+    if (dh) load_vector(row.dh, dh + r * padded + strip.start);
+    load_vector(row.h, h + r * padded + strip.start);
+    row.grad = kParts ? factors.grad[r] : 1.f, row.slope = kParts ? factors.slope[r] : 1.f;
+    return row;
+  };
+  const float up = h_operand ? 1.f / *grad_scale : 0.f;
+  float sum[kGroup] = {};
+  // Four: a row is twice as long here.
+  each_row<4>(strip.begin, strip.end, 1, load, [&](int64_t r, const Row& row) {
+    float v[kGroup];
     if (dh) {
-      load_vector(v, dh + r * padded + strip.start);
-      const float slope = kParts ? factors.slope[r] : 1.f, unit = slope > 0.f ? 1.f / slope : 0.f;
-      const float factor = kParts ? factors.grad[r] : 1.f;
+      const float unit = row.slope > 0.f ? 1.f / row.slope : 0.f;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        v[i] *= correction * (kept[i] * (1.f - kept[i]));
-        sum[i] += v[i] * factor;
+        v[i] = row.dh[i] * (correction * (row.h[i] * (1.f - row.h[i])));
+        sum[i] += v[i] * row.grad;
         v[i] *= unit;
       }
       if constexpr (kParts == 0) store_vector(dh + r * padded + strip.start, v);
@@ -827,18 +905,18 @@ __global__ void __launch_bounds__(kThreads)
     }
     if constexpr (kParts != 0) {
       if (h_operand) {
-        const float up = factors.grad[r] / *grad_scale;
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) kept[i] *= up;
-        store_group<kParts, false>(h_operand + r * kParts * padded, strip.start, padded, kept);
+        for (int i = 0; i < kGroup; ++i) v[i] = row.h[i] * (row.grad * up);
+        store_group<kParts, false>(h_operand + r * kParts * padded, strip.start, padded, v);
       }
     }
-  }
+  });
   if (!dh) return;
   if (kParts) {
-    load_vector(v, w2_scale + strip.start);
+    float scale[kGroup];
+    load_vector(scale, w2_scale + strip.start);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) sum[i] *= v[i];
+    for (int i = 0; i < kGroup; ++i) sum[i] *= scale[i];
   }
   store_vector(sums + strip.begin / kStrip * padded + strip.start, sum);
 }
@@ -854,10 +932,10 @@ __global__ void __launch_bounds__(kThreads)
   load_vector(up, x_scale + strip.start);
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) up[i] = 1.f / up[i];
-  strip.each_group(x, [&](int64_t r, float (&v)[kGroup]) {
-    const float weight = factors.grad[r] * factors.slope[r];
+  each_weighed_row(strip, factors, x, [&](int64_t r, const auto& row) {
+    float v[kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] = v[i] * weight * up[i];
+    for (int i = 0; i < kGroup; ++i) v[i] = row.x[i] * (row.grad * row.slope) * up[i];
     store_group<kParts, false>(operand + r * kParts * x.padded, strip.start, x.padded, v);
   });
 }
@@ -911,6 +989,7 @@ cudaError_t launch_rows(Kernel kernel, int64_t rows, int threads, cudaStream_t s
 // The kernel for rows of so many columns, and the threads of a row: up to 2048 columns it reads them once.
 template <int kParts>
 std::pair<decltype(&split_kernel<kParts, 32, 1>), int> split_kernel_for(int cols) {
+  if (cols <= 64) return {split_kernel<kParts, 16, 1>, 16};
   if (cols <= 128) return {split_kernel<kParts, 32, 1>, 32};
   if (cols <= 256) return {split_kernel<kParts, 32, 2>, 32};
   if (cols <= 512) return {split_kernel<kParts, 32, 4>, 32};
@@ -991,12 +1070,26 @@ cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, cudaStream_t
   return launch_strips(plain_bias_sigmoid_kernel, z.count, z.padded, 1, stream, z, bias, h);
 }
 
-cudaError_t gradient_scales(RowFactors factors, Rows x, float* scales, cudaStream_t stream) {
-  cudaError_t error = cudaMemsetAsync(scales, 0, (x.padded + 1) * sizeof(float), stream);
-  if (error == cudaSuccess)
-    error = launch_strips(gradient_bounds_kernel, x.count, x.padded, kBoundRows, stream, factors, x, scales);
-  if (error != cudaSuccess) return error;
-  return launch(bounds_to_scales_kernel, x.padded / kThreads + 1, kThreads, stream, scales, x.padded + 1);
+cudaError_t gradient_bounds(RowFactors factors, Rows x, float* bounds, cudaStream_t stream) {
+  return launch_strips(gradient_bounds_kernel, x.count, x.padded, kStrip, stream, factors, x, bounds);
+}
+
+cudaError_t reduce_columns(bool to_largest, const float* from, int64_t count, int64_t stride, int64_t size, int shares,
+                           float* to, cudaStream_t stream) {
+  const int64_t groups = (size + kGroup - 1) / kGroup;
+  // Threads side by side: 8 read 128 bytes. Threads that share a column's rows: until the GPU is full. Where both are
+  // few, more side by side.
+  int across = 1, together = 1;
+  while (across < 8 && across < groups) across *= 2;
+  while (together < count && across * together < kLargestBlock && groups * together < kEnoughThreads) together *= 2;
+  if (across * together < kThreads) across = kThreads / together;
+  return launch(to_largest ? reduce_columns_kernel<Max> : reduce_columns_kernel<Sum>,
+                dim3((groups + across - 1) / across, shares), dim3(across, together), stream, from, count, stride, size,
+                to);
+}
+
+cudaError_t bounds_to_scales(float* bounds, int count, cudaStream_t stream) {
+  return launch(bounds_to_scales_kernel, (count + kThreads - 1) / kThreads, kThreads, stream, bounds, count);
 }
 
 cudaError_t softmax_gradient(int parts, const float* grad, const float* y, const float* out, int64_t batch, int cols,
@@ -1044,7 +1137,6 @@ CPP_SOURCE = (
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -1352,13 +1444,17 @@ void split_form(int parts, const Tensor& x, const Tensor& weight1, const Tensor&
 // cols), and the bias still to be added, or null.
 //
 // On an H200, at 769 products of each precision, at::mm takes on average 35 % less than eager PyTorch's addmm (TF32:
-// 10 %). addmm, whose result is without pad columns, stands where mm can take far longer: up to 9 times with 16 rows or
-// fewer, 1.7 times with very many columns or in large TF32 products of more than a few tiles.
+// 10 %). addmm, whose result is without pad columns, stands where mm can take far longer: up to 10 times with up to 16
+// rows in float32, unless sums are long; up to 12 times with many rows of few columns, though never of a single
+// one; 1.7 times with very many columns, or in large TF32 products of more than a few tiles. The bounds are from 1414
+// more products of each precision.
 std::pair<Tensor, const float*> linear(const Tensor& rows, const Tensor& weight, const Tensor& bias, bool tf32) {
-  const int64_t batch = rows.size(0), cols = weight.size(0);
-  const bool is_large = tf32 && static_cast<double>(batch) * cols * weight.size(1) >= 5e9 &&
-                        (batch + 127) / 128 * ((cols + 127) / 128) > 32;
-  if (batch <= 16 || cols >= 16384 || is_large) return {at::addmm(bias, rows, weight.t()), nullptr};
+  const int64_t batch = rows.size(0), terms = weight.size(1), cols = weight.size(0);
+  const bool few_rows = !tf32 && (batch < 8 || (batch <= 12 && terms < 4096) || (batch <= 16 && terms < 2048));
+  const bool few_cols = batch > 16384 && cols > 1 && cols < 64, many_cols = cols >= 16384;
+  const bool many_tiles =
+      tf32 && static_cast<double>(batch) * cols * terms >= 5e9 && (batch + 127) / 128 * ((cols + 127) / 128) > 32;
+  if (few_rows || few_cols || many_cols || many_tiles) return {at::addmm(bias, rows, weight.t()), nullptr};
   const auto product = empty({batch, pad(cols)}, rows);
   auto result = product.narrow(1, 0, cols);
   at::mm_out(result, rows, weight.t());
@@ -1392,6 +1488,33 @@ struct Needs {
   bool x, first, second;
 };
 
+// The sums, or the largest of elements not below 0, of the first `size` columns of `rows` (count, ...), whose further
+// dimensions count as one. at::sum takes about twice as long for a thousand columns and more. 2048 columns or fewer do
+// not fill the GPU: of many rows, shares are reduced first.
+Tensor reduce_columns(bool to_largest, const Tensor& rows, int64_t size, cudaStream_t stream) {
+  const int64_t count = rows.size(0), most = 65535;  // CUDA's limit
+  const int64_t shares = size <= 2048 && count >= 4096 ? std::min(count / 1024, most) : 1;
+  const auto result = shares > 1 ? empty({shares, pad(size)}, rows) : empty({size}, rows);
+  C10_CUDA_CHECK(::reduce_columns(to_largest, floats(rows), count, rows.stride(0), result.size(-1), shares,
+                                  floats(result), stream));
+  return shares > 1 ? reduce_columns(to_largest, result, size, stream) : result;
+}
+
+Tensor column_sums(const Tensor& rows, int64_t size, cudaStream_t stream) {
+  return reduce_columns(false, rows, size, stream);
+}
+
+// What undoes the scaling of the operands that are summed over the batch: for each column of x (padded) and, last, for
+// grad.
+Tensor gradient_scales(RowFactors factors, const Tensor& x, cudaStream_t stream) {
+  const int64_t batch = x.size(0), input8 = pad(x.size(1));
+  const auto bounds = empty({(batch + kStrip - 1) / kStrip, input8 + 8}, x);
+  C10_CUDA_CHECK(gradient_bounds(factors, rows_at(x, 0, batch), floats(bounds), stream));
+  const auto scales = reduce_columns(true, bounds, input8 + 1, stream);
+  C10_CUDA_CHECK(bounds_to_scales(floats(scales), input8 + 1, stream));
+  return scales;
+}
+
 // A transposed weight, split; and the scale and doubt of its rows, (2, padded count).
 std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaStream_t stream) {
   const int64_t count = rows.size(0), cols = rows.size(1), count8 = pad(count), cols8 = pad(cols);
@@ -1418,11 +1541,9 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
     std::tie(w1, w1_facts) = split_transposed(parts, rows, stream);
   }
   const float *w2_scale = need_dz ? floats(w2_facts) : nullptr, *slope = kept.slope.const_data_ptr<float>();
-  const auto scales = empty({input8 + 1}, x);
-  const float *x_scale = floats(scales), *grad_scale = x_scale + input8;
-  if (needs.first || needs.second)
-    C10_CUDA_CHECK(
-        gradient_scales({grad.const_data_ptr<float>(), slope}, rows_at(x, 0, batch), floats(scales), stream));
+  const bool need_scales = needs.first || needs.second;
+  const auto scales = need_scales ? gradient_scales({grad.const_data_ptr<float>(), slope}, x, stream) : Tensor();
+  const float *x_scale = need_scales ? floats(scales) : nullptr, *grad_scale = need_scales ? x_scale + input8 : nullptr;
 
   const int64_t longest = longest_piece(parts, true), step1 = piece(hidden8, longest), step2 = piece(output8, longest);
   const int64_t slice = slice_rows(int64_t{1} << (parts == 1 ? 25 : 24), batch, std::max({input8, hidden8, output8}));
@@ -1430,8 +1551,12 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
     return needed ? empty({slice, parts * cols}, x, at::kHalf) : Tensor();
   };
   const auto p = operand(true, output8), dz = operand(need_dz, hidden8);
-  const auto weighed_h = operand(needs.second, hidden8), weighed_x = operand(needs.first, input8);
-  const auto dh = need_dz ? empty({slice, hidden8}, x) : Tensor();
+  const auto weighed_h = operand(needs.second, hidden8);
+  // Memory that serves three times: for dh, for x's operand, for dx.
+  const int64_t widest = std::max({hidden8, parts * input8 / 2, input8});
+  const auto in_turn = need_dz ? empty({slice, widest}, x) : Tensor();
+  float *dh = need_dz ? floats(in_turn) : nullptr, *dx = dh;
+  __half* weighed_x = need_dz ? halves(in_turn) : nullptr;
   const int64_t strips = (batch + kStrip - 1) / kStrip;  // a slice begins at a multiple of kStrip
   const auto sums1 = empty({strips, hidden8}, x), sums2 = empty({strips, output8}, x);
   const auto products = [&](bool needed, int64_t rows, int64_t cols) {
@@ -1439,7 +1564,6 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
     return !needed ? Tensor() : count > 1 ? at::zeros({count, rows, cols}, x.options()) : empty({1, rows, cols}, x);
   };
   const auto dw1 = products(needs.first, hidden8, input8), dw2 = products(needs.second, output8, hidden8);
-  const auto dx = needs.x ? empty({slice, input8}, x) : Tensor();
   Gradients d;
   if (needs.x) d.x = empty({batch, input}, x);
   for (int64_t begin = 0; begin < batch; begin += slice) {
@@ -1448,32 +1572,31 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
     C10_CUDA_CHECK(softmax_gradient(parts, factors.grad, floats(kept.y) + begin * output8,
                                     out.const_data_ptr<float>() + begin, rows, output, output8, halves(p), nullptr,
                                     floats(sums2) + strip * output8, stream));
-    if (need_dz) gemm_along(parts, rows, hidden8, output8, step2, halves(p), halves(w2), floats(dh), stream);
-    C10_CUDA_CHECK(sigmoid_gradient(parts, need_dz ? floats(dh) : nullptr, floats(kept.h) + begin * hidden8, factors,
-                                    rows, hidden8, correction(step2), w2_scale, grad_scale,
-                                    need_dz ? halves(dz) : nullptr, needs.second ? halves(weighed_h) : nullptr,
-                                    floats(sums1) + strip * hidden8, stream));
+    if (need_dz) gemm_along(parts, rows, hidden8, output8, step2, halves(p), halves(w2), dh, stream);
+    C10_CUDA_CHECK(sigmoid_gradient(parts, dh, floats(kept.h) + begin * hidden8, factors, rows, hidden8,
+                                    correction(step2), w2_scale, grad_scale, need_dz ? halves(dz) : nullptr,
+                                    needs.second ? halves(weighed_h) : nullptr, floats(sums1) + strip * hidden8,
+                                    stream));
     if (needs.second) gemm_over_batch(parts, rows, halves(p), halves(weighed_h), dw2, begin == 0, stream);
     if (needs.first) {
-      C10_CUDA_CHECK(weigh_rows(parts, factors, rows_at(x, begin, rows), x_scale, halves(weighed_x), stream));
-      gemm_over_batch(parts, rows, halves(dz), halves(weighed_x), dw1, begin == 0, stream);
+      C10_CUDA_CHECK(weigh_rows(parts, factors, rows_at(x, begin, rows), x_scale, weighed_x, stream));
+      gemm_over_batch(parts, rows, halves(dz), weighed_x, dw1, begin == 0, stream);
     }
     if (needs.x) {
-      gemm_along(parts, rows, input8, hidden8, step1, halves(dz), halves(w1), floats(dx), stream);
-      C10_CUDA_CHECK(unscale(floats(dx), rows, input, input8, correction(step1),
+      gemm_along(parts, rows, input8, hidden8, step1, halves(dz), halves(w1), dx, stream);
+      C10_CUDA_CHECK(unscale(dx, rows, input, input8, correction(step1),
                              {nullptr, factors.grad, factors.slope, floats(w1_facts)}, floats(d.x) + begin * input,
                              stream));
     }
   }
-  const auto total = [](const Tensor& sums, int64_t cols) { return at::sum(sums.narrow(1, 0, cols), 0); };
-  const auto sum = [](const Tensor& dw) { return dw.size(0) > 1 ? at::sum(dw, 0) : dw; };
+  const auto sum = [&](const Tensor& dw) { return dw.size(0) > 1 ? column_sums(dw, dw.stride(0), stream) : dw; };
   if (needs.first) {
-    d.weight1 = empty({hidden, input}, x), d.bias1 = total(sums1, hidden);
+    d.weight1 = empty({hidden, input}, x), d.bias1 = column_sums(sums1, hidden, stream);
     C10_CUDA_CHECK(unscale(floats(sum(dw1)), hidden, input, input8, 1.f, {nullptr, w2_scale, nullptr, x_scale},
                            floats(d.weight1), stream));
   }
   if (needs.second) {
-    d.weight2 = empty({output, hidden}, x), d.bias2 = total(sums2, output);
+    d.weight2 = empty({output, hidden}, x), d.bias2 = column_sums(sums2, output, stream);
     C10_CUDA_CHECK(unscale(floats(sum(dw2)), output, hidden, hidden8, 1.f / kUpP,
                            {grad_scale, nullptr, nullptr, nullptr}, floats(d.weight2), stream));
   }
@@ -1496,9 +1619,9 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
     C10_CUDA_CHECK(sigmoid_gradient(0, floats(dh8), floats(kept.h), {}, batch, hidden8, 1.f, nullptr, nullptr, nullptr,
                                     nullptr, floats(sums1), stream));
     if (needs.x) d.x = at::mm(dh, weight1);
-    if (needs.first) d.weight1 = at::mm(dh.t(), x), d.bias1 = at::sum(sums1.narrow(1, 0, hidden), 0);
+    if (needs.first) d.weight1 = at::mm(dh.t(), x), d.bias1 = column_sums(sums1, hidden, stream);
   }
-  if (needs.second) d.weight2 = at::mm(dy.t(), h), d.bias2 = at::sum(sums2.narrow(1, 0, output), 0);
+  if (needs.second) d.weight2 = at::mm(dy.t(), h), d.bias2 = column_sums(sums2, output, stream);
   return d;
 }
 
@@ -1513,11 +1636,11 @@ struct Costs {
 };
 
 // Without and with gradients. Fit to the times of both forms at 585 and 231 sizes, most of them random (batch 16 to
-// 300000, widths 2 to 1000000): what is chosen takes on average 1.7 % longer than the better form, at one size 106 %.
+// 300000, widths 2 to 1000000): what is chosen takes on average 1.8 % longer than the better form, at one size 69 %.
 constexpr Costs kFloat32[] = {{3.4e-14, 3.4e-14, 0, 2.2e-12, 1.5e-12, 7.5e-10, 7e-8, 7.9e-9},
                               {9e-14, 9e-14, 0, 4e-12, 5e-12, 1.2e-8, 3e-5, 2.6e-8}};
 constexpr Costs kTf32[] = {{2.2e-15, 1.5e-14, 2.7e-12, 1.6e-12, 2.1e-12, 1.9e-10, 0, 4.1e-9},
-                           {1.1e-14, 1.4e-13, 1.7e-12, 1e-11, 9e-12, 4.5e-10, 8e-5, 2.3e-8}};
+                           {1.1e-14, 1.2e-13, 1.7e-12, 1e-11, 9e-12, 4.5e-10, 8e-5, 2.3e-8}};
 
 // Whether the split form is the quicker one. GPUs with less float16 for their float32 than those named go plain.
 bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, bool for_gradients,
@@ -1526,7 +1649,8 @@ bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool 
   const bool pays = gpu->major == 9 || gpu->major == 10 || (gpu->major == 8 && gpu->minor == 0);
   const double batch = x.size(0), input = x.size(1), hidden = weight1.size(0), output = weight2.size(0);
   const Costs& s = (tf32 ? kTf32 : kFloat32)[for_gradients];
-  const bool aligned1 = x.size(1) % 4 == 0, aligned2 = weight1.size(0) % 4 == 0 && weight2.size(0) % 4 == 0;
+  const bool aligned = weight1.size(0) % 4 == 0;
+  const bool aligned1 = aligned && x.size(1) % 4 == 0, aligned2 = aligned && weight2.size(0) % 4 == 0;
   const double gained = batch * hidden * input * (aligned1 ? s.product : s.misaligned_product) +
                         batch * hidden * output * (aligned2 ? s.product : s.misaligned_product) +
                         batch * hidden * s.hidden;

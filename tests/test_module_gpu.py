@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 GPU = "cuda:0"
 SIZES = {  # batch, input, hidden, output: sizes at which the module by itself chooses each form
     "plain": (21, 33, 65, 17),  # by mm
-    "plain by addmm": (9, 33, 65, 17),
+    "plain by addmm": (9, 33, 65, 17),  # in float32; in TF32 by mm
     "split": (2048, 1000, 1025, 1023),
 }
 either_form = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -559,6 +559,8 @@ ROWS = {  # batch, input, hidden, output; numbers are lengths at which another k
     "hidden by far": (50, 30, 20_000, 30),
     "half of a block": (300, 30, 4352, 3),
     "two slices": (1100, 9, 65_600, 3),
+    "64": (1003, 64, 70, 5),
+    "65": (1003, 65, 64, 5),
     "128 and 129": (300, 128, 129, 16),
     "256 and 257": (300, 257, 256, 17),
     "512 and 513": (300, 513, 512, 33),
@@ -579,6 +581,11 @@ ROWS = {  # batch, input, hidden, output; numbers are lengths at which another k
     "five sweeps of the largest block": (5, 20, 40, 70_003),
     "addmm of a wide layer": (40, 30, 16_391, 70),
     "addmm of many multiplications": (700, 4100, 4100, 40),
+    "addmm of many rows of few columns": (17_001, 9, 10, 63),
+    "addmm of few rows": (7, 5000, 2050, 9),
+    "few rows of long sums": (10, 4100, 70, 5),
+    "16 rows of long sums": (16, 2049, 2051, 9),
+    "sums over shares of the batch": (66_001, 9, 601, 4),
 }
 
 
@@ -594,6 +601,19 @@ def test_rows_of_any_length(hold, precision, mode, split, sizes):
     with torch.no_grad():
         check_match(new(x).double(), exact(x.double()), TOLERANCE[mode])
     check_gradients_against_float64(new, exact, x, TOLERANCE[mode])
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
+@pytest.mark.parametrize(("heavy", "rest"), [(1e3, 1e-3), (1e-6, 0.0)])
+@pytest.mark.parametrize("input_size", [3, 9, 20, 40, 64, 100, 200, 300, 600])
+def test_one_row_that_weighs_far_more_than_the_rest(hold, input_size, heavy, rest, split):
+    """Wherever in the batch it stands, and however many rows a block of the gradients' kernels takes."""
+    hold(split)
+    reference, new, x = set_up((100, input_size, 40, 9), requires_grad=True)
+    for row in (0, 15, 16, 47, 63, 70, 99):
+        weights = torch.full((100,), rest, device=GPU)
+        weights[row] = heavy
+        check_gradients(new, reference, x, lambda out, weights=weights: (out * weights).sum())
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
