@@ -41,6 +41,8 @@ DECLARATIONS = r"""
 
 constexpr int kStrip = 16;  // rows of which a thread of the gradients takes the sum, or the largest, by column
 
+inline int64_t strips_of(int64_t batch) { return (batch + kStrip - 1) / kStrip; }
+
 // Rows of float32, each contiguous; `padded` is `cols` made a multiple of 8.
 struct Rows {
   const float* data;
@@ -99,7 +101,7 @@ cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest_rat
 cudaError_t bias_logsumexp(int parts, int64_t batch, float* product, int64_t stride, float row_scale, float* logits,
                            Hidden hidden, const float* doubt, const bool* centred, Weight weight, float* out,
                            cudaStream_t stream);
-cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, cudaStream_t stream);
+cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, float* slope, cudaStream_t stream);
 cudaError_t gradient_bounds(RowFactors factors, Rows x, float* bounds, cudaStream_t stream);
 cudaError_t reduce_columns(bool to_largest, const float* from, int64_t count, int64_t stride, int64_t size, int shares,
                            float* to, cudaStream_t stream);
@@ -179,13 +181,18 @@ struct Sum {
   }
 };
 
+template <typename T>
+__device__ T from_neighbour(T value, int offset) {
+  return __shfl_xor_sync(~0u, value, offset);
+}
+
 // The reduction of one value a thread over groups of `threads` neighbours (a power of two; 32 or more: over the warp),
 // returned to each. All of a warp must come.
 template <typename T, typename Op>
 __device__ T warp_reduce(T value, Op op, int threads = 32) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2)
-    if (offset < threads) value = op(value, __shfl_xor_sync(~0u, value, offset));
+    if (offset < threads) value = op(value, from_neighbour(value, offset));
   return value;
 }
 
@@ -452,17 +459,15 @@ __device__ float sigmoid(float z) {
 struct RowFacts {
   float smallest = INFINITY, lowest = INFINITY, nearest = INFINITY, sum = 0.f;
 
-  __device__ void add(RowFacts other) {
-    smallest = fminf(smallest, other.smallest), lowest = fminf(lowest, other.lowest);
-    nearest = fminf(nearest, other.nearest), sum += other.sum;
+  __device__ RowFacts operator+(RowFacts other) const {
+    return {fminf(smallest, other.smallest), fminf(lowest, other.lowest), fminf(nearest, other.nearest),
+            sum + other.sum};
   }
 };
 
-__device__ RowFacts shuffle_reduce(RowFacts facts, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2)
-    facts.add({__shfl_xor_sync(~0u, facts.smallest, offset), __shfl_xor_sync(~0u, facts.lowest, offset),
-               __shfl_xor_sync(~0u, facts.nearest, offset), __shfl_xor_sync(~0u, facts.sum, offset)});
-  return facts;
+__device__ RowFacts from_neighbour(RowFacts facts, int offset) {
+  return {from_neighbour(facts.smallest, offset), from_neighbour(facts.lowest, offset),
+          from_neighbour(facts.nearest, offset), from_neighbour(facts.sum, offset)};
 }
 
 // With one barrier, or none in a warp; before the next call comes another (that of `repair_row`).
@@ -470,11 +475,11 @@ template <int kRowThreads>
 __device__ RowFacts row_reduce(RowFacts facts) {
   constexpr int kWarps = kRowThreads / 32;
   __shared__ RowFacts partial[kWarps];
-  facts = shuffle_reduce(facts, 32);
+  facts = warp_reduce(facts, Sum());
   if (kWarps == 1) return facts;
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = facts;
   __syncthreads();
-  return shuffle_reduce(partial[threadIdx.x % kWarps], kWarps);
+  return warp_reduce(partial[threadIdx.x % kWarps], Sum(), kWarps);
 }
 
 // h = sigmoid(z + b1) of one row of the first product, split as the second product's operand. h may be taken less 1/2
@@ -731,7 +736,7 @@ __device__ void each_weighed_row(const Strip& strip, RowFactors factors, const R
 // The plain form's h = sigmoid(z + b1), (batch, padded), maybe in z's place; where `bias` is null, z has it already.
 // Four neighbours a thread: 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
-    plain_bias_sigmoid_kernel(Rows z, const float* __restrict__ bias, float* h) {
+    plain_bias_sigmoid_kernel(Rows z, const float* __restrict__ bias, float* h, float* __restrict__ slope) {
   wait_for_stream();
   const Strip strip(z.count, z.padded, 1);
   if (strip.empty(z.padded)) return;
@@ -741,6 +746,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) v[i] = strip.start + i < z.cols ? sigmoid(v[i] + b[i]) : 0.f;
   store_vector(h + strip.begin * z.padded + strip.start, v);
+  if (slope && strip.start == 0) slope[strip.begin] = 0.25f;
 }
 
 // ---- Gradients --------------------------------------------------------------------------------------------
@@ -1066,8 +1072,8 @@ cudaError_t launch_strips(Kernel kernel, int64_t batch, int padded, int rows, cu
   return launch(kernel, (strips + block.y - 1) / block.y * blocks_across(padded, block.x), block, stream, arguments...);
 }
 
-cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, cudaStream_t stream) {
-  return launch_strips(plain_bias_sigmoid_kernel, z.count, z.padded, 1, stream, z, bias, h);
+cudaError_t plain_bias_sigmoid(Rows z, const float* bias, float* h, float* slope, cudaStream_t stream) {
+  return launch_strips(plain_bias_sigmoid_kernel, z.count, z.padded, 1, stream, z, bias, h, slope);
 }
 
 cudaError_t gradient_bounds(RowFactors factors, Rows x, float* bounds, cudaStream_t stream) {
@@ -1134,10 +1140,8 @@ CPP_SOURCE = (
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -1307,11 +1311,12 @@ int64_t partial_products(int64_t rows, int64_t cols, int64_t k) {
 }
 
 // partial (count, rows, cols), whose sum is the product, += operand (k, parts * rows).T @ weight (k, parts * cols): the
-// small parts first, what is truncated put back (`correction`). A single one is set instead, the `first` time.
+// small parts first, what is truncated put back (`correction`). The `first` time, with the k that `partial_products`
+// was given, all of `partial` is set instead.
 void gemm_over_batch(int parts, int64_t k, const __half* operand, const __half* weight, const Tensor& partial,
                      bool first, cudaStream_t stream) {
   const int64_t count = partial.size(0), rows = partial.size(1), cols = partial.size(2);
-  bool add = !first || count > 1;
+  bool add = !first;
   for (int part = 0; part < parts; ++part) {
     const bool small = part < parts - 1;
     const int64_t longest = small ? k : longest_piece(parts, true);
@@ -1468,7 +1473,9 @@ void plain_form(const Tensor& x, const Tensor& weight1, const Tensor& bias1, con
   const int hidden = weight1.size(0), hidden8 = pad(hidden), output = weight2.size(0), output8 = pad(output);
   auto [z, due1] = linear(x, weight1, bias1, tf32);
   const auto h = z.size(1) == hidden8 ? z : empty({batch, hidden8}, x);
-  C10_CUDA_CHECK(plain_bias_sigmoid({floats(z), batch, z.stride(0), hidden, hidden8}, due1, floats(h), stream));
+  const auto slope = kept ? empty({batch}, x) : Tensor();
+  C10_CUDA_CHECK(plain_bias_sigmoid({floats(z), batch, z.stride(0), hidden, hidden8}, due1, floats(h),
+                                    kept ? floats(slope) : nullptr, stream));
   z.reset();  // its memory serves again
   const auto [y, due2] = linear(h.narrow(1, 0, hidden), weight2, bias2, tf32);
   const auto logits = kept && y.size(1) != output8 ? empty({batch, output8}, x) : y;
@@ -1476,7 +1483,7 @@ void plain_form(const Tensor& x, const Tensor& weight1, const Tensor& bias1, con
   weight.bias = due2, weight.rows = output, weight.padded_rows = output8;
   C10_CUDA_CHECK(bias_logsumexp(0, batch, floats(y), y.stride(0), 1.f, kept ? floats(logits) : nullptr, {}, nullptr,
                                 nullptr, weight, floats(out), stream));
-  if (kept) *kept = {h, logits, at::full({batch}, 0.25, x.options())};
+  if (kept) *kept = {h, logits, slope};
 }
 
 struct Gradients {
@@ -1508,7 +1515,7 @@ Tensor column_sums(const Tensor& rows, int64_t size, cudaStream_t stream) {
 // grad.
 Tensor gradient_scales(RowFactors factors, const Tensor& x, cudaStream_t stream) {
   const int64_t batch = x.size(0), input8 = pad(x.size(1));
-  const auto bounds = empty({(batch + kStrip - 1) / kStrip, input8 + 8}, x);
+  const auto bounds = empty({strips_of(batch), input8 + 8}, x);
   C10_CUDA_CHECK(gradient_bounds(factors, rows_at(x, 0, batch), floats(bounds), stream));
   const auto scales = reduce_columns(true, bounds, input8 + 1, stream);
   C10_CUDA_CHECK(bounds_to_scales(floats(scales), input8 + 1, stream));
@@ -1519,9 +1526,11 @@ Tensor gradient_scales(RowFactors factors, const Tensor& x, cudaStream_t stream)
 std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaStream_t stream) {
   const int64_t count = rows.size(0), cols = rows.size(1), count8 = pad(count), cols8 = pad(cols);
   const auto operand = empty({count8, parts * cols8}, rows, at::kHalf), facts = empty({2, count8}, rows);
-  C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + count * parts * cols8, 0,
-                                 (count8 - count) * parts * cols8 * sizeof(__half), stream));
-  C10_CUDA_CHECK(cudaMemsetAsync(floats(facts), 0, facts.numel() * sizeof(float), stream));
+  if (count8 > count) {
+    C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + count * parts * cols8, 0,
+                                   (count8 - count) * parts * cols8 * sizeof(__half), stream));
+    C10_CUDA_CHECK(cudaMemsetAsync(floats(facts), 0, facts.numel() * sizeof(float), stream));
+  }
   C10_CUDA_CHECK(
       split(parts, {}, {}, rows_at(rows, 0, count), {halves(operand), floats(facts), floats(facts) + count8}, stream));
   return {operand, facts};
@@ -1557,11 +1566,10 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const auto in_turn = need_dz ? empty({slice, widest}, x) : Tensor();
   float *dh = need_dz ? floats(in_turn) : nullptr, *dx = dh;
   __half* weighed_x = need_dz ? halves(in_turn) : nullptr;
-  const int64_t strips = (batch + kStrip - 1) / kStrip;  // a slice begins at a multiple of kStrip
+  const int64_t strips = strips_of(batch);  // a slice begins at a multiple of kStrip
   const auto sums1 = empty({strips, hidden8}, x), sums2 = empty({strips, output8}, x);
   const auto products = [&](bool needed, int64_t rows, int64_t cols) {
-    const int64_t count = partial_products(rows, cols, slice);
-    return !needed ? Tensor() : count > 1 ? at::zeros({count, rows, cols}, x.options()) : empty({1, rows, cols}, x);
+    return needed ? empty({partial_products(rows, cols, slice), rows, cols}, x) : Tensor();
   };
   const auto dw1 = products(needs.first, hidden8, input8), dw2 = products(needs.second, output8, hidden8);
   Gradients d;
@@ -1606,7 +1614,7 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
 Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& weight1, const Tensor& weight2,
                           const Tensor& out, const Kept& kept, Needs needs, cudaStream_t stream) {
   const int64_t batch = x.size(0), hidden = weight1.size(0), output = weight2.size(0);
-  const int64_t hidden8 = pad(hidden), output8 = pad(output), strips = (batch + kStrip - 1) / kStrip;
+  const int64_t hidden8 = pad(hidden), output8 = pad(output), strips = strips_of(batch);
   const auto dy8 = empty({batch, output8}, x), sums2 = empty({strips, output8}, x);
   C10_CUDA_CHECK(softmax_gradient(0, grad.const_data_ptr<float>(), floats(kept.y), out.const_data_ptr<float>(), batch,
                                   output, output8, nullptr, floats(dy8), floats(sums2), stream));
@@ -2094,7 +2102,7 @@ def _gradients(grad, x, weight1, bias1, weight2, bias2):
 
 
 class _Fused(torch.autograd.Function):
-    """The fused operator with its gradients: -> out (batch), and what these need of it: h, y, slope.
+    """The fused operator with its gradients: -> out (batch).
 
     Forward and backward each read PyTorch's precision switch when they run, as its own products do (torch.compile: when
     they are traced).
@@ -2104,17 +2112,15 @@ class _Fused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x, weight1, bias1, weight2, bias2):
-        return extension(x.device.index).forward_keeping.default(x, weight1, bias1, weight2, bias2, _tf32())
+    def forward(ctx, x, weight1, bias1, weight2, bias2):  # a setup_context would take the host half as long again
+        arguments = x, weight1, bias1, weight2, bias2
+        out, *kept = extension(x.device.index).forward_keeping.default(*arguments, _tf32())
+        ctx.save_for_backward(*arguments, out, *kept)
+        ctx.set_materialize_grads(False)
+        return out
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs, *output)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros for h and y would be as large as they are
-
-    @staticmethod
-    def backward(ctx, grad, *_):
+    def backward(ctx, grad):
         x, weight1, bias1, weight2, bias2, out, h, y, slope = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if grad is None:
@@ -2255,5 +2261,5 @@ class ModelNew(nn.Module):
                 hidden = torch.sigmoid(self.linear1(x))
             return torch.logsumexp(self.linear2(hidden), dim=1)
         if torch.is_grad_enabled() and any(t.requires_grad for t in arguments):
-            return _Fused.apply(*arguments)[0]
+            return _Fused.apply(*arguments)
         return extension(x.device.index).forward.default(*arguments, _tf32())
