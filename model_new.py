@@ -41,8 +41,6 @@ DECLARATIONS = r"""
 
 constexpr int kStrip = 16;  // rows of which a thread of the gradients takes the sum, or the largest, by column
 
-inline int64_t strips_of(int64_t batch) { return (batch + kStrip - 1) / kStrip; }
-
 // Rows of float32, each contiguous; `padded` is `cols` made a multiple of 8.
 struct Rows {
   const float* data;
@@ -181,6 +179,7 @@ struct Sum {
   }
 };
 
+// What the thread of the warp has whose number differs in this bit; of a struct, by an overload.
 template <typename T>
 __device__ T from_neighbour(T value, int offset) {
   return __shfl_xor_sync(~0u, value, offset);
@@ -459,6 +458,7 @@ __device__ float sigmoid(float z) {
 struct RowFacts {
   float smallest = INFINITY, lowest = INFINITY, nearest = INFINITY, sum = 0.f;
 
+  // The facts of a row, of those of two parts of it.
   __device__ RowFacts operator+(RowFacts other) const {
     return {fminf(smallest, other.smallest), fminf(lowest, other.lowest), fminf(nearest, other.nearest),
             sum + other.sum};
@@ -734,7 +734,7 @@ __device__ void each_weighed_row(const Strip& strip, RowFactors factors, const R
 }
 
 // The plain form's h = sigmoid(z + b1), (batch, padded), maybe in z's place; where `bias` is null, z has it already.
-// Four neighbours a thread: 8 bytes an element.
+// Where `slope` is not null, each row's becomes the sigmoid's largest. Four neighbours a thread: 8 bytes an element.
 __global__ void __launch_bounds__(kThreads)
     plain_bias_sigmoid_kernel(Rows z, const float* __restrict__ bias, float* h, float* __restrict__ slope) {
   wait_for_stream();
@@ -1160,6 +1160,7 @@ namespace {
 using at::Tensor;
 
 int64_t pad(int64_t n) { return (n + 7) / 8 * 8; }  // 16 bytes of float16
+int64_t strips_of(int64_t batch) { return (batch + kStrip - 1) / kStrip; }
 
 float* floats(const Tensor& t) { return t.mutable_data_ptr<float>(); }
 __half* halves(const Tensor& t) { return static_cast<__half*>(t.mutable_data_ptr()); }
@@ -1312,7 +1313,7 @@ int64_t partial_products(int64_t rows, int64_t cols, int64_t k) {
 
 // partial (count, rows, cols), whose sum is the product, += operand (k, parts * rows).T @ weight (k, parts * cols): the
 // small parts first, what is truncated put back (`correction`). The `first` time, with the k that `partial_products`
-// was given, all of `partial` is set instead.
+// was given, the first product sets all of `partial` instead: that k holds so many pieces.
 void gemm_over_batch(int parts, int64_t k, const __half* operand, const __half* weight, const Tensor& partial,
                      bool first, cudaStream_t stream) {
   const int64_t count = partial.size(0), rows = partial.size(1), cols = partial.size(2);
@@ -1522,15 +1523,14 @@ Tensor gradient_scales(RowFactors factors, const Tensor& x, cudaStream_t stream)
   return scales;
 }
 
-// A transposed weight, split; and the scale and doubt of its rows, (2, padded count).
+// A transposed weight, split, with pad rows of zeros; and, (2, padded count), of its rows the scale, and the doubt,
+// which is not wanted.
 std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaStream_t stream) {
   const int64_t count = rows.size(0), cols = rows.size(1), count8 = pad(count), cols8 = pad(cols);
   const auto operand = empty({count8, parts * cols8}, rows, at::kHalf), facts = empty({2, count8}, rows);
-  if (count8 > count) {
+  if (count8 > count)
     C10_CUDA_CHECK(cudaMemsetAsync(halves(operand) + count * parts * cols8, 0,
                                    (count8 - count) * parts * cols8 * sizeof(__half), stream));
-    C10_CUDA_CHECK(cudaMemsetAsync(floats(facts), 0, facts.numel() * sizeof(float), stream));
-  }
   C10_CUDA_CHECK(
       split(parts, {}, {}, rows_at(rows, 0, count), {halves(operand), floats(facts), floats(facts) + count8}, stream));
   return {operand, facts};
@@ -2112,12 +2112,12 @@ class _Fused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2):  # a setup_context would take the host half as long again
+    def forward(ctx, x, weight1, bias1, weight2, bias2):  # for setup_context PyTorch looks at signatures, 20 us a call
         arguments = x, weight1, bias1, weight2, bias2
-        out, *kept = extension(x.device.index).forward_keeping.default(*arguments, _tf32())
-        ctx.save_for_backward(*arguments, out, *kept)
-        ctx.set_materialize_grads(False)
-        return out
+        results = extension(x.device.index).forward_keeping.default(*arguments, _tf32())
+        ctx.save_for_backward(*arguments, *results)
+        ctx.set_materialize_grads(False)  # no gradient stays none, as through PyTorch's ops
+        return results[0]
 
     @staticmethod
     def backward(ctx, grad):
@@ -2176,7 +2176,7 @@ _PLAIN = torch.Tensor, nn.Parameter  # others have a way of their own with shape
 def _is_watched():
     """Whether PyTorch's own ops are wanted: by a mode or transform that acts on them, or for a graph to be kept."""
     return (
-        torch._C._are_functorch_transforms_active()
+        torch._C._are_functorch_transforms_active()  # which `_Fused` does not know
         or torch.autograd.forward_ad._current_level >= 0  # tangents, which the operator does not have
         or any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
         or (torch.sigmoid, torch.logsumexp) != _FUNCTIONS

@@ -373,7 +373,7 @@ def test_deterministic_mode_without_a_workspace_setting(sizes, monkeypatch):
 
 
 @pytest.mark.parametrize(("there", "back"), [("high", "highest"), ("highest", "high")])
-def test_precision_that_changes_before_the_backward(precision, there, back):
+def test_precision_that_changes_before_the_backward(precision, deterministic, there, back):
     """At this size one precision takes the plain form and the other the split form."""
     reference, new, x = set_up((512, 2048, 4096, 1024), requires_grad=True)
 
@@ -592,8 +592,11 @@ ROWS = {  # batch, input, hidden, output; numbers are lengths at which another k
 @either_precision
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "split"])
 @pytest.mark.parametrize("sizes", ROWS.values(), ids=ROWS)
-def test_rows_of_any_length(hold, precision, mode, split, sizes):
-    """Rows that part of a warp takes, a warp, a block in registers, and longer ones; sums over few and many rows."""
+def test_rows_of_any_length(hold, precision, deterministic, mode, split, sizes):
+    """Rows that part of a warp takes, a warp, a block in registers, and longer ones; sums over few and many rows.
+
+    In memory that nobody has written, so that what a kernel leaves out, or a product adds to, is NaN.
+    """
     hold(split)
     precision(mode)
     reference, new, x = set_up(sizes, requires_grad=True)
