@@ -1692,6 +1692,12 @@ void check_widths(int64_t input, int64_t hidden, int64_t output) {
 // Rows that are contiguous in memory, however far apart.
 Tensor rows_of(const Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }
 
+// What was kept, as it was made: hooks on saved tensors may bring back other layouts, at any address.
+Tensor restored(const Tensor& t) {
+  const auto rows = t.contiguous();
+  return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0 ? rows : rows.clone();
+}
+
 std::pair<Tensor, Kept> run(const Tensor& x, const Tensor& weight1, const Tensor& bias1, const Tensor& weight2,
                             const Tensor& bias2, bool tf32, std::optional<bool> split, bool keep) {
   TORCH_CHECK(x.dim() == 2 && bias1.dim() == 1 && bias2.dim() == 1,
@@ -1745,7 +1751,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& grad,
   check_widths(x.size(1), hidden, output);
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-  const Kept kept{h.contiguous(), y.contiguous(), slope.contiguous()};
+  const Kept kept{restored(h), restored(y), restored(slope)};
   const auto g = grad.contiguous(), rows = rows_of(x), w1 = weight1.contiguous(), w2 = weight2.contiguous();
   const Needs needs{need_x, need_first, need_second};
   const auto d = splits(x, w1, w2, tf32, true, split)
@@ -2260,6 +2266,7 @@ class ModelNew(nn.Module):
             with contextlib.nullcontext() if torch.compiler.is_compiling() else _Clarify(x, self.linear1):
                 hidden = torch.sigmoid(self.linear1(x))
             return torch.logsumexp(self.linear2(hidden), dim=1)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in arguments):
+        keeps = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if keeps and any(t.requires_grad for t in arguments):
             return _Fused.apply(*arguments)
         return extension(x.device.index).forward.default(*arguments, _tf32())

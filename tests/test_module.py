@@ -3,6 +3,7 @@
 In order: shapes and layouts, errors, gradients, transforms and compilers, the module as an nn.Module, numbers.
 """
 
+import contextlib
 import copy
 import io
 import itertools
@@ -308,11 +309,13 @@ def test_only_the_gradients_that_are_asked_for(device, wanted):
             check_match(*(torch.autograd.grad(m(x).sum(), of[i]) for m, of in ((new, inputs), (reference, expected))))
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("off", [[torch.no_grad], [torch.inference_mode], [torch.inference_mode, torch.enable_grad]])
 def test_no_graph_where_gradients_are_off(device, off):
     reference, new = make_pair(*SIZES, device=device)
     x = make_input(5, 33, device, requires_grad=True)
-    with off():
+    with contextlib.ExitStack() as stack:
+        for mode in off:
+            stack.enter_context(mode())
         out = new(x)
         check_match(out, reference(x))
         assert not out.requires_grad and out.grad_fn is None and out.is_inference() == reference(x).is_inference()
@@ -395,6 +398,12 @@ def test_saved_tensors_pass_the_hooks(device):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.device, t.cpu()), lambda kept: kept[1].to(kept[0])):
         check_gradients(new, reference, x)
     with torch.autograd.graph.save_on_cpu():
+        check_gradients(new, reference, x)
+    for shift in range(4):
+        back = lambda t, shift=shift: torch.cat((t.new_zeros(shift), t.ravel()))[shift:].view(t.shape)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, back):  # at any address
+            check_gradients(new, reference, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
         check_gradients(new, reference, x)
     checkpoint = lambda module, x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
     results = []
