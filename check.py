@@ -1211,7 +1211,9 @@ def check(options, report):
     """Check the solution that ``options`` names; what is found goes to ``report`` and, for people, to stdout."""
     for path in (options.reference, options.solution):
         if not path.is_file():
-            raise CouldNotRun(f"There is no file {path}: name a problem's folder, or --reference and --solution.")
+            raise CouldNotRun(
+                f"There is no file {path.absolute()}: name a problem's folder, or --reference and --solution."
+            )
         if path.suffix != ".py":
             raise CouldNotRun(f"{path} must be a Python file, whose name ends in .py.")
     try:

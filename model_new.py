@@ -894,7 +894,8 @@ __global__ void __launch_bounds__(kThreads)
     return row;
   };
   const float up = h_operand ? 1.f / *grad_scale : 0.f;
-  float sum[kGroup] = {};
+  float sum[kGroup] = {}, scale[kGroup];  // undone before grad is multiplied in: in units of it, a huge grad overflows
+  if (kParts && dh) load_vector(scale, w2_scale + strip.start);
   // Four: a row is twice as long here.
   each_row<4>(strip.begin, strip.end, 1, load, [&](int64_t r, const Row& row) {
     float v[kGroup];
@@ -903,7 +904,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         v[i] = row.dh[i] * (correction * (row.h[i] * (1.f - row.h[i])));
-        sum[i] += v[i] * row.grad;
+        sum[i] += (kParts ? v[i] * scale[i] : v[i]) * row.grad;
         v[i] *= unit;
       }
       if constexpr (kParts == 0) store_vector(dh + r * padded + strip.start, v);
@@ -917,14 +918,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   });
-  if (!dh) return;
-  if (kParts) {
-    float scale[kGroup];
-    load_vector(scale, w2_scale + strip.start);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) sum[i] *= scale[i];
-  }
-  store_vector(sums + strip.begin / kStrip * padded + strip.start, sum);
+  if (dh) store_vector(sums + strip.begin / kStrip * padded + strip.start, sum);
 }
 
 // The operand grad slope x, (batch, kParts * padded): 4 bytes read, 2 * kParts written an element.

@@ -556,7 +556,11 @@ def test_check_py_gets_the_single_file(single_file):
     arguments, solution = single_file
     assert bench.verify(bench.Problem(arguments[-1]), Path(solution), None, "cpu", 24, "highest") is None
     reason = bench.verify(bench.Problem(arguments[-1]), Path("nowhere.py"), None, "cpu", 24, "highest")
-    assert "There is no file nowhere.py" in reason and "45_Sums.v2.py --solution nowhere.py" in reason
+    assert (
+        "There is no file" in reason
+        and "nowhere.py: name" in reason
+        and "45_Sums.v2.py --solution nowhere.py" in reason
+    )
 
 
 def test_a_single_file_without_its_solution_says_what_is_missing(single_file, capsys):
