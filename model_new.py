@@ -2260,7 +2260,8 @@ class ModelNew(nn.Module):
             with contextlib.nullcontext() if torch.compiler.is_compiling() else _Clarify(x, self.linear1):
                 hidden = torch.sigmoid(self.linear1(x))
             return torch.logsumexp(self.linear2(hidden), dim=1)
-        keeps = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if keeps and any(t.requires_grad for t in arguments):
+        # Inside inference_mode no graph is kept, whatever enable_grad says. torch.compile of PyTorch 2.11 cannot ask.
+        inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        if torch.is_grad_enabled() and not inference and any(t.requires_grad for t in arguments):
             return _Fused.apply(*arguments)
         return extension(x.device.index).forward.default(*arguments, _tf32())
