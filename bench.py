@@ -371,8 +371,8 @@ def race(steps, buffers, refill, clock, rounds, seen=None):
 def outlasting(ms, wall):
     """By how many ms a contender's work outlasts its end event: the lower quartile over the faster half of its rounds.
 
-    Those make its median: what it hides to be fast is in all of them, what other programs do to the GPU in some, as
-    long as they do it to less than three quarters.
+    The faster half makes the median: who hides work to lower it does so in all of these rounds. Other programs' work is
+    tolerated in up to three quarters of them.
     """
     median = statistics.median(ms)
     return statistics.quantiles(w - m for m, w in zip(ms, wall, strict=True) if m <= median)[0]

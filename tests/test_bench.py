@@ -299,7 +299,7 @@ def test_work_that_outlasts_its_end_event_is_refused(problem, quick, monkeypatch
 
 @pytest.mark.parametrize("hides", [True, False], ids=["hides", "is_disturbed"])
 def test_work_in_three_of_five_rounds_is_the_contenders_own_where_it_makes_the_median(hides):
-    """Who hides 50 ms in those rounds has them as its median; whom other programs disturb by 50 ms does not gain."""
+    """Hiding 50 ms of work in them lowers the median, and is found; a disturbance, which does not, is ignored."""
     often = [r % 5 < 3 for r in range(25)]
     ms = [1.0 if hides and there else 50.0 for there in often]
     wall = [m + 50 * there for m, there in zip(ms, often, strict=True)]

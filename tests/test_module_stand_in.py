@@ -1,6 +1,10 @@
 """The Python around ModelNew's fused operators, without a GPU: in their place stand the same by PyTorch's ops."""
 
+import collections
 import contextlib
+import functools
+import itertools
+import re
 import types
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 from conftest import ROOT, check_gradients, check_match, make_input, make_pair
 
 SIZES = 5, 7, 3  # input, hidden, output
-NAMESPACE = "stand_in"
+PARAMETERS = "linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"
 
 
 def forward_keeping(x, weight1, bias1, weight2, bias2, tf32, split=None):
@@ -24,59 +28,74 @@ def forward(*arguments):
 def gradients(grad, x, weight1, weight2, out, h, y, slope, tf32, need_x, need_first, need_second, split=None):
     dy = grad[:, None] * (y - out[:, None]).exp()
     dz = (dy @ weight2) * h * (1 - h)
-    return dz @ weight1, dz.t() @ x, dz.sum(0), dy.t() @ h, dy.sum(0)
+    found = dz @ weight1, dz.t() @ x, dz.sum(0), dy.t() @ h, dy.sum(0)
+    needs = need_x, need_first, need_first, need_second, need_second
+    return tuple(g if needed else x.new_empty(0) for g, needed in zip(found, needs, strict=True))
 
 
 @pytest.fixture(scope="module")
-def operators():
-    library = torch.library.Library(NAMESPACE, "DEF")
-    for function in forward, forward_keeping, gradients:
-        count, results = (8, 5) if function is gradients else (5, 4 if function is forward_keeping else 1)
-        arguments = [f"Tensor t{i}" for i in range(count)] + [f"bool b{i}" for i in range(4 if count == 8 else 1)]
-        name = f"{function.__name__}({', '.join(arguments)}, bool? split=None)"
-        library.define(f"{name} -> ({', '.join(['Tensor'] * results)})")
-        library.impl(function.__name__, function, "CPU")
-        torch.library.register_fake(f"{NAMESPACE}::{function.__name__}", function, lib=library)
-    yield getattr(torch.ops, NAMESPACE)
-    library._destroy()
-
-
-@pytest.fixture
-def pair(operators):
-    """The reference and, with the same parameters, a ModelNew that takes the CPU for a GPU."""
+def module():
+    """``model_new`` that takes the CPU for a GPU; the operators have its schemas and count their ``calls``."""
     text = (ROOT / "model_new.py").read_text()
     assert text.count("not t.is_cuda or ") == 1
     module = types.ModuleType("model_new_on_the_cpu")
     exec(compile(text.replace("not t.is_cuda or ", ""), "model_new_on_the_cpu.py", "exec"), vars(module))
-    module.extension = lambda index: operators
+    module.calls = collections.Counter()
+
+    def counted(function, *arguments, **options):
+        module.calls[function.__name__] += 1
+        return function(*arguments, **options)
+
+    library = torch.library.Library("stand_in", "DEF")
+    for pieces in re.findall(r'm\.def\(((?:\s*"[^"]*")+)\);', module.CPP_SOURCE):
+        library.define("".join(re.findall(r'"([^"]*)"', pieces)))
+    for function in forward, forward_keeping, gradients:
+        library.impl(function.__name__, functools.partial(counted, function), "CPU")
+        torch.library.register_fake(f"stand_in::{function.__name__}", function, lib=library)
+    module.extension = lambda index: torch.ops.stand_in
+    yield module
+    library._destroy()
+
+
+@pytest.fixture
+def pair(module):
     reference, _ = make_pair(*SIZES, device="cpu")
     new = module.ModelNew(*SIZES)
     new.load_state_dict(reference.state_dict())
+    module.calls.clear()
     return reference, new
 
 
-def test_the_graph_is_the_fused_function_s(pair):
-    reference, new = pair
-    x = make_input(6, 5, "cpu", requires_grad=True)
-    assert type(new(x).grad_fn).__name__ == "_FusedBackward"
-    check_gradients(new, reference, x)
+@pytest.fixture(params=[None, "eager", "aot_eager"], ids=["eagerly", "compiled", "compiled_by_aot"])
+def either(request, pair):
+    """The two modules, ours maybe compiled, which must not break the graph."""
+    if request.param:
+        torch.compiler.reset()
+        pair[1].compile(backend=request.param, fullgraph=True)
+    return pair
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile_without_a_break(pair, backend):
+@pytest.mark.parametrize("frozen", [f for n in range(4) for f in itertools.combinations(PARAMETERS, n)], ids=str)
+@pytest.mark.parametrize("of_x", [True, False], ids=["x", "no_x"])
+def test_training_takes_the_fused_operators(module, pair, frozen, of_x):
     reference, new = pair
-    x = make_input(6, 5, "cpu", requires_grad=True)
-    torch.compiler.reset()
-    new.compile(backend=backend, fullgraph=True)
-    check_gradients(new, reference, x)
-    for off in torch.no_grad, torch.inference_mode:
-        with off():
-            check_match(new(x), reference(x))
+    for name in frozen:
+        for each in pair:
+            each.get_parameter(name).requires_grad_(False)
+    check_gradients(new, reference, make_input(6, 5, "cpu", requires_grad=of_x))
+    assert module.calls == {"forward_keeping": 1, "gradients": 1}
+
+
+def test_training_again_and_again(module, either):
+    reference, new = either
+    for _ in range(3):
+        check_gradients(new, reference, make_input(6, 5, "cpu", requires_grad=True))
+    assert module.calls == {"forward_keeping": 3, "gradients": 3}
 
 
 @pytest.mark.parametrize("modes", [[torch.no_grad], [torch.inference_mode], [torch.inference_mode, torch.enable_grad]])
-def test_no_graph_where_gradients_are_off(pair, modes):
-    reference, new = pair
+def test_no_graph_where_gradients_are_off(module, either, modes):
+    reference, new = either
     x = make_input(6, 5, "cpu", requires_grad=True)
     with contextlib.ExitStack() as stack:
         for mode in modes:
@@ -84,9 +103,28 @@ def test_no_graph_where_gradients_are_off(pair, modes):
         out, expected = new(x), reference(x)
     check_match(out, expected)
     assert out.grad_fn is None and not out.requires_grad and out.is_inference() == expected.is_inference()
+    assert module.calls.total() == module.calls["forward"] == 1
 
 
-def test_gradients_of_gradients(pair):
+def test_no_gradient_stays_none(module, pair):
+    """Behind the module stands a function that has none for its input."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    _, new = pair
+    x = make_input(6, 5, "cpu", requires_grad=True)
+    Stop.apply(new(x)).sum().backward()
+    assert all(t.grad is None for t in (x, *new.parameters())) and module.calls == {"forward_keeping": 1}
+
+
+def test_gradients_of_gradients(module, pair):
     reference, new = pair
     x = make_input(6, 5, "cpu", requires_grad=True)
 
@@ -96,11 +134,13 @@ def test_gradients_of_gradients(pair):
 
     for actual, expected in zip(penalty(new), penalty(reference), strict=True):
         torch.testing.assert_close(actual, expected)
+    # The first gradients are PyTorch's. The penalty depends on `out`, too, and comes back through it as any loss does.
+    assert module.calls == {"forward_keeping": 1, "gradients": 1}
 
 
-def test_transforms_take_the_reference_s_way(pair):
-    reference, new = pair
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "hessian"])
+def test_transforms_take_pytorch_s_ops(module, pair, transform):
     x = make_input(6, 5, "cpu")
-    loss = lambda module: lambda x: module(x).square().sum()
-    for transform in torch.func.grad, torch.func.jacrev, torch.func.hessian:
-        torch.testing.assert_close(transform(loss(new))(x), transform(loss(reference))(x))
+    transformed = [getattr(torch.func, transform)(lambda x, each=each: each(x).square().sum()) for each in pair]
+    torch.testing.assert_close(*(function(x) for function in transformed))
+    assert not module.calls
