@@ -122,6 +122,18 @@ def check_same_outcome(actual, expected, tolerance=1e-4):
         check_match(actual, expected, tolerance)
 
 
+class NoGradient(torch.autograd.Function):
+    """The same tensor; behind it there is no gradient, not even of zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
 def gradients(module, x, loss=torch.sum):
     """The gradients of ``loss(module(x))``, by name: "x" and the parameters'; those that are not asked for are None."""
     x = x.detach().requires_grad_(x.requires_grad)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    NoGradient,
     check_close_to_largest,
     check_gradients,
     check_match,
@@ -350,20 +351,9 @@ def test_double_backward(device):
 
 
 def test_no_gradient_stays_none(device):
-    """Behind the module stands a function that has none for its input."""
-
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None
-
     _, new = make_pair(*SIZES, device=device)
     x = make_input(5, 33, device, requires_grad=True)
-    Stop.apply(new(x)).sum().backward()
+    NoGradient.apply(new(x)).sum().backward()
     assert all(t.grad is None for t in (x, *new.parameters()))
 
 

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, check_gradients, check_match, make_input, make_pair
+from conftest import ROOT, NoGradient, check_gradients, check_match, make_input, make_pair
 
 SIZES = 5, 7, 3  # input, hidden, output
 PARAMETERS = "linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"
@@ -107,20 +107,9 @@ def test_no_graph_where_gradients_are_off(module, either, modes):
 
 
 def test_no_gradient_stays_none(module, pair):
-    """Behind the module stands a function that has none for its input."""
-
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None
-
     _, new = pair
     x = make_input(6, 5, "cpu", requires_grad=True)
-    Stop.apply(new(x)).sum().backward()
+    NoGradient.apply(new(x)).sum().backward()
     assert all(t.grad is None for t in (x, *new.parameters())) and module.calls == {"forward_keeping": 1}
 
 
