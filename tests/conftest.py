@@ -1,5 +1,6 @@
 """What the tests share: the project's folder on the import path, and skips, with the reason, for what is missing."""
 
+import contextlib
 import functools
 import sys
 import types
@@ -120,6 +121,24 @@ def check_same_outcome(actual, expected, tolerance=1e-4):
     else:
         assert not isinstance(actual, Exception), f"got {actual!r}, the reference a result"
         check_match(actual, expected, tolerance)
+
+
+@contextlib.contextmanager
+def _enable_grad_inside_inference_mode():
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode, _enable_grad_inside_inference_mode])
+def gradients_off(request):
+    """Of a context in which no graph is kept."""
+    return request.param
+
+
+def check_no_graph(out, expected):
+    """Asserts that ``out`` matches, with no graph behind it, and is an inference tensor where ``expected`` is one."""
+    check_match(out, expected)
+    assert not out.requires_grad and out.grad_fn is None and out.is_inference() == expected.is_inference()
 
 
 class NoGradient(torch.autograd.Function):

@@ -3,7 +3,6 @@
 In order: shapes and layouts, errors, gradients, transforms and compilers, the module as an nn.Module, numbers.
 """
 
-import contextlib
 import copy
 import io
 import itertools
@@ -22,6 +21,7 @@ from conftest import (
     check_close_to_largest,
     check_gradients,
     check_match,
+    check_no_graph,
     check_same_outcome,
     examples,
     gradients,
@@ -310,16 +310,11 @@ def test_only_the_gradients_that_are_asked_for(device, wanted):
             check_match(*(torch.autograd.grad(m(x).sum(), of[i]) for m, of in ((new, inputs), (reference, expected))))
 
 
-@pytest.mark.parametrize("off", [[torch.no_grad], [torch.inference_mode], [torch.inference_mode, torch.enable_grad]])
-def test_no_graph_where_gradients_are_off(device, off):
+def test_no_graph_where_gradients_are_off(device, gradients_off):
     reference, new = make_pair(*SIZES, device=device)
     x = make_input(5, 33, device, requires_grad=True)
-    with contextlib.ExitStack() as stack:
-        for mode in off:
-            stack.enter_context(mode())
-        out = new(x)
-        check_match(out, reference(x))
-        assert not out.requires_grad and out.grad_fn is None and out.is_inference() == reference(x).is_inference()
+    with gradients_off():
+        check_no_graph(new(x), reference(x))
 
 
 def test_gradcheck(device):

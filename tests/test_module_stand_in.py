@@ -1,7 +1,6 @@
 """The Python around ModelNew's fused operators, without a GPU: in their place stand the same by PyTorch's ops."""
 
 import collections
-import contextlib
 import functools
 import itertools
 import re
@@ -9,7 +8,7 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, NoGradient, check_gradients, check_match, make_input, make_pair
+from conftest import ROOT, NoGradient, check_gradients, check_no_graph, make_input, make_pair
 
 SIZES = 5, 7, 3  # input, hidden, output
 PARAMETERS = "linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"
@@ -93,16 +92,11 @@ def test_training_again_and_again(module, either):
     assert module.calls == {"forward_keeping": 3, "gradients": 3}
 
 
-@pytest.mark.parametrize("modes", [[torch.no_grad], [torch.inference_mode], [torch.inference_mode, torch.enable_grad]])
-def test_no_graph_where_gradients_are_off(module, either, modes):
+def test_no_graph_where_gradients_are_off(module, either, gradients_off):
     reference, new = either
     x = make_input(6, 5, "cpu", requires_grad=True)
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode())
-        out, expected = new(x), reference(x)
-    check_match(out, expected)
-    assert out.grad_fn is None and not out.requires_grad and out.is_inference() == expected.is_inference()
+    with gradients_off():
+        check_no_graph(new(x), reference(x))
     assert module.calls.total() == module.calls["forward"] == 1
 
 
