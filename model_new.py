@@ -92,6 +92,10 @@ struct Scales {
 };
 
 constexpr float kUpP = 0x1p14f;  // what the softmax is multiplied by in the gradients' operands
+constexpr float kShift = 64.f;   // what lo gains in the small products, and hi gives, or the product in its stead
+
+// The segments of an operand that enters none but products over the batch, made part by part: [lo hi], or hi alone.
+constexpr int batch_segments(int parts) { return parts == 3 ? 2 : 1; }
 
 cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream);
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest_ratio, Operand operand, bool* centred,
@@ -142,8 +146,7 @@ CUDA_SOURCE = (
 // to 2^14 itself, which float16 holds exactly: rows that a few large elements dominate gain a bit by it. In inference
 // the first product is float16 too.
 
-constexpr int kExponent = 15;   // scaled magnitudes stay below 2^15: float16 holds them, float32 their products' sums
-constexpr float kShift = 64.f;  // what lo gains and hi gives in the small products
+constexpr int kExponent = 15;  // scaled magnitudes stay below 2^15: float16 holds them, float32 their products' sums
 constexpr int kExponentRange = 60;  // beyond, the scales themselves could over- or underflow
 constexpr int kThreads = 128;
 constexpr int kLargestBlock = 1024;
@@ -179,7 +182,7 @@ struct Sum {
   }
 };
 
-// What the thread of the warp has whose number differs in this bit; of a struct, by an overload.
+// `value` of the lane whose number is this one's xor `offset`; structs have overloads.
 template <typename T>
 __device__ T from_neighbour(T value, int offset) {
   return __shfl_xor_sync(~0u, value, offset);
@@ -271,8 +274,9 @@ __device__ void store_halves(__half* to, const __half2 (&v)[kGroup / 2]) {
                : "memory");
 }
 
-// Writes a group of scaled values into the segments of an operand's row, `padded` elements apart.
-template <int kParts, bool kWeight>
+// Writes a group of scaled values into the segments of an operand's row, `padded` elements apart: [lo hi hi] or, of a
+// weight, [hi lo hi]; [lo hi]; hi alone.
+template <int kSegments, bool kWeight>
 __device__ void store_group(__half* row, int start, int padded, const float (&v)[kGroup]) {
   __half2 hi[2], low[2], high_shifted[2];
 #pragma unroll
@@ -282,11 +286,9 @@ __device__ void store_group(__half* row, int start, int padded, const float (&v)
     low[i] = __floats2half2_rn((v[2 * i] - high.x) * kShift, (v[2 * i + 1] - high.y) * kShift);
     high_shifted[i] = __hmul2(hi[i], __float2half2_rn(1 / kShift));
   }
-  if (kParts == 3) {
-    store_halves(row + start, kWeight ? high_shifted : low);
-    store_halves(row + padded + start, kWeight ? low : high_shifted);
-  }
-  store_halves(row + int64_t{kParts - 1} * padded + start, hi);
+  if (kSegments > 1) store_halves(row + start, kWeight ? high_shifted : low);
+  if (kSegments > 2) store_halves(row + padded + start, kWeight ? low : high_shifted);
+  store_halves(row + int64_t{kSegments - 1} * padded + start, hi);
 }
 
 // Splits row `from` into row r of an operand, of a weight or not; beyond its end come zeros. A scale is a power of two
@@ -458,7 +460,7 @@ __device__ float sigmoid(float z) {
 struct RowFacts {
   float smallest = INFINITY, lowest = INFINITY, nearest = INFINITY, sum = 0.f;
 
-  // The facts of a row, of those of two parts of it.
+  // Combines the facts of two parts of a row.
   __device__ RowFacts operator+(RowFacts other) const {
     return {fminf(smallest, other.smallest), fminf(lowest, other.lowest), fminf(nearest, other.nearest),
             sum + other.sum};
@@ -734,7 +736,8 @@ __device__ void each_weighed_row(const Strip& strip, RowFactors factors, const R
 }
 
 // The plain form's h = sigmoid(z + b1), (batch, padded), maybe in z's place; where `bias` is null, z has it already.
-// Where `slope` is not null, each row's becomes the sigmoid's largest. Four neighbours a thread: 8 bytes an element.
+// `slope`, if not null, is set to 1/4, the sigmoid's largest slope, for each row. Four neighbours a thread: 8 bytes an
+// element.
 __global__ void __launch_bounds__(kThreads)
     plain_bias_sigmoid_kernel(Rows z, const float* __restrict__ bias, float* h, float* __restrict__ slope) {
   wait_for_stream();
@@ -872,7 +875,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // dz from dh, (batch, padded), and the sums of grad dz over strips of rows; in the same sweep the operand grad h. As
-// `softmax_gradient`: 8 bytes read, 4 * kParts written an element; plain: with grad already in dh, 4, in dh's place.
+// `softmax_gradient`: 8 bytes read, 10 (one part: 4) written an element; plain: with grad already in dh, 4, in dh's
+// place.
 // Without dh only grad h is made, without `h_operand` it is not.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
@@ -881,6 +885,7 @@ __global__ void __launch_bounds__(kThreads)
                             const float* __restrict__ grad_scale, __half* __restrict__ operand,
                             __half* __restrict__ h_operand, float* __restrict__ sums) {
   wait_for_stream();
+  constexpr int kSegments = batch_segments(kParts);
   const Strip strip(batch, padded, kStrip);
   if (strip.empty(padded)) return;
   struct Row {
@@ -894,7 +899,8 @@ __global__ void __launch_bounds__(kThreads)
     return row;
   };
   const float up = h_operand ? 1.f / *grad_scale : 0.f;
-  float sum[kGroup] = {}, scale[kGroup];  // undone before grad is multiplied in: in units of it, a huge grad overflows
+  // W2's scale is undone before grad is multiplied in: dz in its units, times a huge grad, would overflow.
+  float sum[kGroup] = {}, scale[kGroup];
   if (kParts && dh) load_vector(scale, w2_scale + strip.start);
   // Four: a row is twice as long here.
   each_row<4>(strip.begin, strip.end, 1, load, [&](int64_t r, const Row& row) {
@@ -914,18 +920,19 @@ __global__ void __launch_bounds__(kThreads)
       if (h_operand) {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) v[i] = row.h[i] * (row.grad * up);
-        store_group<kParts, false>(h_operand + r * kParts * padded, strip.start, padded, v);
+        store_group<kSegments, false>(h_operand + r * kSegments * padded, strip.start, padded, v);
       }
     }
   });
   if (dh) store_vector(sums + strip.begin / kStrip * padded + strip.start, sum);
 }
 
-// The operand grad slope x, (batch, kParts * padded): 4 bytes read, 2 * kParts written an element.
+// The operand grad slope x, (batch, kSegments * padded): 4 bytes read, 2 * kSegments written an element.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
     weigh_rows_kernel(RowFactors factors, Rows x, const float* __restrict__ x_scale, __half* __restrict__ operand) {
   wait_for_stream();
+  constexpr int kSegments = batch_segments(kParts);
   const Strip strip(x.count, x.padded, kStrip);
   if (strip.empty(x.padded)) return;
   float up[kGroup];
@@ -936,7 +943,7 @@ __global__ void __launch_bounds__(kThreads)
     float v[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = row.x[i] * (row.grad * row.slope) * up[i];
-    store_group<kParts, false>(operand + r * kParts * x.padded, strip.start, x.padded, v);
+    store_group<kSegments, false>(operand + r * kSegments * x.padded, strip.start, x.padded, v);
   });
 }
 
@@ -1305,24 +1312,28 @@ int64_t partial_products(int64_t rows, int64_t cols, int64_t k) {
   return std::max<int64_t>(1, std::min(at::cuda::getCurrentDeviceProperties()->multiProcessorCount / tiles, k / 256));
 }
 
-// partial (count, rows, cols), whose sum is the product, += operand (k, parts * rows).T @ weight (k, parts * cols): the
-// small parts first, what is truncated put back (`correction`). The `first` time, with the k that `partial_products`
-// was given, the first product sets all of `partial` instead: that k holds so many pieces.
+// partial (count, rows, cols), whose sum is the product, += operand (k, parts * rows).T @ weight (k, batch_segments *
+// cols): the small parts first, what is truncated put back (`correction`). The `first` time the first of the products
+// overwrites `partial`: k must be what `partial_products` was given, so that it covers all `count` matrices.
 void gemm_over_batch(int parts, int64_t k, const __half* operand, const __half* weight, const Tensor& partial,
                      bool first, cudaStream_t stream) {
   const int64_t count = partial.size(0), rows = partial.size(1), cols = partial.size(2);
+  const int64_t segments = batch_segments(parts);
   bool add = !first;
   for (int part = 0; part < parts; ++part) {
     const bool small = part < parts - 1;
+    const int64_t segment = std::min<int64_t>(part, segments - 1);  // of the weight's [lo hi]; operand: [hi lo hi]
+    // The weight's lo meets the operand's hi/64; the operand's lo a whole hi.
+    const float shift = part == 1 ? 1 / kShift : 1.f;
     const int64_t longest = small ? k : longest_piece(parts, true);
     const int64_t pieces = count * ((k + count * longest - 1) / (count * longest));
     // Rounded down where that leaves a short rest, which alone does not fill the GPU.
     const int64_t step = count > 1 ? std::max<int64_t>(1, k / pieces) : (k + pieces - 1) / pieces;
     for (int64_t begin = 0, terms, together; begin < k; begin += terms * together) {
       terms = std::min(step, k - begin), together = std::min(count, (k - begin) / terms);
-      gemm({rows, cols, terms, parts * rows, parts * cols, true, false, together},
-           operand + begin * parts * rows + part * rows, weight + begin * parts * cols + part * cols, floats(partial),
-           stream, add, small ? 1.f : correction(terms));
+      gemm({rows, cols, terms, parts * rows, segments * cols, true, false, together},
+           operand + (begin * parts + part) * rows, weight + (begin * segments + segment) * cols, floats(partial),
+           stream, add, small ? shift : correction(terms));
       add = true;
     }
   }
@@ -1517,8 +1528,8 @@ Tensor gradient_scales(RowFactors factors, const Tensor& x, cudaStream_t stream)
   return scales;
 }
 
-// A transposed weight, split, with pad rows of zeros; and, (2, padded count), of its rows the scale, and the doubt,
-// which is not wanted.
+// A transposed weight, split, its pad rows zero; and (2, padded count): the scales of its rows, and their doubts, which
+// nobody reads. Those of pad rows are not set.
 std::pair<Tensor, Tensor> split_transposed(int parts, const Tensor& rows, cudaStream_t stream) {
   const int64_t count = rows.size(0), cols = rows.size(1), count8 = pad(count), cols8 = pad(cols);
   const auto operand = empty({count8, parts * cols8}, rows, at::kHalf), facts = empty({2, count8}, rows);
@@ -1550,14 +1561,13 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
 
   const int64_t longest = longest_piece(parts, true), step1 = piece(hidden8, longest), step2 = piece(output8, longest);
   const int64_t slice = slice_rows(int64_t{1} << (parts == 1 ? 25 : 24), batch, std::max({input8, hidden8, output8}));
-  const auto operand = [&](bool needed, int64_t cols) {
-    return needed ? empty({slice, parts * cols}, x, at::kHalf) : Tensor();
+  const auto operand = [&](bool needed, int64_t segments, int64_t cols) {
+    return needed ? empty({slice, segments * cols}, x, at::kHalf) : Tensor();
   };
-  const auto p = operand(true, output8), dz = operand(need_dz, hidden8);
-  const auto weighed_h = operand(needs.second, hidden8);
+  const auto p = operand(true, parts, output8), dz = operand(need_dz, parts, hidden8);
+  const auto weighed_h = operand(needs.second, batch_segments(parts), hidden8);
   // Memory that serves three times: for dh, for x's operand, for dx.
-  const int64_t widest = std::max({hidden8, parts * input8 / 2, input8});
-  const auto in_turn = need_dz ? empty({slice, widest}, x) : Tensor();
+  const auto in_turn = need_dz ? empty({slice, std::max(hidden8, input8)}, x) : Tensor();
   float *dh = need_dz ? floats(in_turn) : nullptr, *dx = dh;
   __half* weighed_x = need_dz ? halves(in_turn) : nullptr;
   const int64_t strips = strips_of(batch);  // a slice begins at a multiple of kStrip
@@ -2174,9 +2184,9 @@ _PLAIN = torch.Tensor, nn.Parameter  # others have a way of their own with shape
 
 
 def _is_watched():
-    """Whether PyTorch's own ops are wanted: by a mode or transform that acts on them, or for a graph to be kept."""
+    """Whether PyTorch's own ops are wanted: by a mode or transform that acts on them, or while a graph is recorded."""
     return (
-        torch._C._are_functorch_transforms_active()  # which `_Fused` does not know
+        torch._C._are_functorch_transforms_active()  # they want a setup_context, which `_Fused` lacks
         or torch.autograd.forward_ad._current_level >= 0  # tangents, which the operator does not have
         or any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
         or (torch.sigmoid, torch.logsumexp) != _FUNCTIONS
@@ -2260,7 +2270,7 @@ class ModelNew(nn.Module):
             with contextlib.nullcontext() if torch.compiler.is_compiling() else _Clarify(x, self.linear1):
                 hidden = torch.sigmoid(self.linear1(x))
             return torch.logsumexp(self.linear2(hidden), dim=1)
-        # Inside inference_mode no graph is kept, whatever enable_grad says. torch.compile of PyTorch 2.11 cannot ask.
+        # Inside inference_mode no graph is kept, whatever enable_grad says. torch.compile cannot trace the question.
         inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         if torch.is_grad_enabled() and not inference and any(t.requires_grad for t in arguments):
             return _Fused.apply(*arguments)
