@@ -92,10 +92,13 @@ struct Scales {
 };
 
 constexpr float kUpP = 0x1p14f;  // what the softmax is multiplied by in the gradients' operands
-constexpr float kShift = 64.f;   // what lo gains in the small products, and hi gives, or the product in its stead
+// lo is stored times this. To make up for it the hi that it meets is stored over this or, where hi is stored only as it
+// is, the product is multiplied by 1 over this (`gemm_over_batch`).
+constexpr float kShift = 64.f;
 
-// The segments of an operand that enters none but products over the batch, made part by part: [lo hi], or hi alone.
-constexpr int batch_segments(int parts) { return parts == 3 ? 2 : 1; }
+// The segments of grad h and grad slope x, which enter only products over the batch. Those are made part by part, so
+// that hi need be stored only once: [64 lo | hi], or hi alone.
+__host__ __device__ constexpr int batch_segments(int parts) { return parts == 3 ? 2 : 1; }
 
 cudaError_t split(int parts, Weight w1, Weight w2, Rows rows, Operand operand, cudaStream_t stream);
 cudaError_t bias_sigmoid(int parts, Hidden hidden, const float* next_largest_ratio, Operand operand, bool* centred,
@@ -274,8 +277,8 @@ __device__ void store_halves(__half* to, const __half2 (&v)[kGroup / 2]) {
                : "memory");
 }
 
-// Writes a group of scaled values into the segments of an operand's row, `padded` elements apart: [lo hi hi] or, of a
-// weight, [hi lo hi]; [lo hi]; hi alone.
+// Writes a group of scaled values into the segments of an operand's row, `padded` elements apart. Three: [64 lo | hi/64
+// | hi] or, of a weight, [hi/64 | 64 lo | hi]; two, never of a weight: [64 lo | hi]; one: hi.
 template <int kSegments, bool kWeight>
 __device__ void store_group(__half* row, int start, int padded, const float (&v)[kGroup]) {
   __half2 hi[2], low[2], high_shifted[2];
@@ -876,8 +879,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // dz from dh, (batch, padded), and the sums of grad dz over strips of rows; in the same sweep the operand grad h. As
 // `softmax_gradient`: 8 bytes read, 10 (one part: 4) written an element; plain: with grad already in dh, 4, in dh's
-// place.
-// Without dh only grad h is made, without `h_operand` it is not.
+// place. Without dh only grad h is made, without `h_operand` it is not.
 template <int kParts>
 __global__ void __launch_bounds__(kThreads)
     sigmoid_gradient_kernel(float* __restrict__ dh, const float* __restrict__ h, RowFactors factors, int64_t batch,
@@ -1312,19 +1314,19 @@ int64_t partial_products(int64_t rows, int64_t cols, int64_t k) {
   return std::max<int64_t>(1, std::min(at::cuda::getCurrentDeviceProperties()->multiProcessorCount / tiles, k / 256));
 }
 
-// partial (count, rows, cols), whose sum is the product, += operand (k, parts * rows).T @ weight (k, batch_segments *
-// cols): the small parts first, what is truncated put back (`correction`). The `first` time the first of the products
-// overwrites `partial`: k must be what `partial_products` was given, so that it covers all `count` matrices.
-void gemm_over_batch(int parts, int64_t k, const __half* operand, const __half* weight, const Tensor& partial,
+// partial (count, rows, cols), whose sum is the product, += operand (k, parts * rows).T @ factor (k, batch_segments *
+// cols): the small parts first, what is truncated put back (`correction`). `operand` (p or dz) is stored as a weight
+// is, [hi/64 | 64 lo | hi]; `factor` (grad h or grad slope x) as [64 lo | hi]. The `first` time the first of the
+// products overwrites `partial`: k must be what `partial_products` was given, so that it covers all `count` matrices.
+void gemm_over_batch(int parts, int64_t k, const __half* operand, const __half* factor, const Tensor& partial,
                      bool first, cudaStream_t stream) {
   const int64_t count = partial.size(0), rows = partial.size(1), cols = partial.size(2);
   const int64_t segments = batch_segments(parts);
   bool add = !first;
   for (int part = 0; part < parts; ++part) {
     const bool small = part < parts - 1;
-    const int64_t segment = std::min<int64_t>(part, segments - 1);  // of the weight's [lo hi]; operand: [hi lo hi]
-    // The weight's lo meets the operand's hi/64; the operand's lo a whole hi.
-    const float shift = part == 1 ? 1 / kShift : 1.f;
+    const int64_t segment = part == 0 ? 0 : segments - 1;  // 64 lo meets the operand's hi/64; hi the other two
+    const float shift = part == 1 ? 1 / kShift : 1.f;      // for 64 lo times hi
     const int64_t longest = small ? k : longest_piece(parts, true);
     const int64_t pieces = count * ((k + count * longest - 1) / (count * longest));
     // Rounded down where that leaves a short rest, which alone does not fill the GPU.
@@ -1332,7 +1334,7 @@ void gemm_over_batch(int parts, int64_t k, const __half* operand, const __half* 
     for (int64_t begin = 0, terms, together; begin < k; begin += terms * together) {
       terms = std::min(step, k - begin), together = std::min(count, (k - begin) / terms);
       gemm({rows, cols, terms, parts * rows, segments * cols, true, false, together},
-           operand + (begin * parts + part) * rows, weight + (begin * segments + segment) * cols, floats(partial),
+           operand + (begin * parts + part) * rows, factor + (begin * segments + segment) * cols, floats(partial),
            stream, add, small ? shift : correction(terms));
       add = true;
     }
@@ -1376,8 +1378,11 @@ Rows rows_at(const Tensor& x, int64_t begin, int64_t count) {
 // Elements of the widest matrix at a time, which bounds the memory: in inference at the problem's sizes less than half
 // of what eager PyTorch takes, in whole waves of tiles.
 int64_t forward_elements(int parts, bool kept) {
-  return int64_t{1} << (parts == 1 ? 26 : kept ? 25 : 24);  // kept: no more than backward takes
+  return int64_t{1} << (parts == 1 ? 26 : kept ? 25 : 24);  // kept: at those sizes no more than backward takes
 }
+
+// The same for backward.
+int64_t backward_elements(int parts) { return int64_t{1} << (parts == 1 ? 25 : 24); }
 
 // So many rows of the batch that the widest matrix has that many elements, in whole tiles of 128 rows, but at least
 // one.
@@ -1560,13 +1565,13 @@ Gradients split_gradients(int parts, const Tensor& grad, const Tensor& x, const 
   const float *x_scale = need_scales ? floats(scales) : nullptr, *grad_scale = need_scales ? x_scale + input8 : nullptr;
 
   const int64_t longest = longest_piece(parts, true), step1 = piece(hidden8, longest), step2 = piece(output8, longest);
-  const int64_t slice = slice_rows(int64_t{1} << (parts == 1 ? 25 : 24), batch, std::max({input8, hidden8, output8}));
+  const int64_t slice = slice_rows(backward_elements(parts), batch, std::max({input8, hidden8, output8}));
   const auto operand = [&](bool needed, int64_t segments, int64_t cols) {
     return needed ? empty({slice, segments * cols}, x, at::kHalf) : Tensor();
   };
   const auto p = operand(true, parts, output8), dz = operand(need_dz, parts, hidden8);
   const auto weighed_h = operand(needs.second, batch_segments(parts), hidden8);
-  // Memory that serves three times: for dh, for x's operand, for dx.
+  // Memory that serves three times: for dh, for x's operand (two segments of float16 at most), for dx.
   const auto in_turn = need_dz ? empty({slice, std::max(hidden8, input8)}, x) : Tensor();
   float *dh = need_dz ? floats(in_turn) : nullptr, *dx = dh;
   __half* weighed_x = need_dz ? halves(in_turn) : nullptr;
@@ -1639,20 +1644,21 @@ Gradients plain_gradients(const Tensor& grad, const Tensor& x, const Tensor& wei
 
 // ---- Operators --------------------------------------------------------------------------------------------
 
-// What the split form gains on an H200, in seconds, by a multiplication, by one where a row of an operand or of the
-// product does not start at a multiple of 16 bytes (which TF32 minds), and by an element of h (in the TF32 form
-// mostly float16); and what it loses by a weight, an element of x and y, a row of x or of a weight, a call, and a term
-// of a sum while multiprocessors idle.
+// On an H200, in seconds: what the split form gains by a multiplication, and by one where a row of an operand or of the
+// product does not start at a multiple of 16 bytes (which TF32 minds); and what it loses (below 0: gains) by an element
+// of h, of a weight, of x, of y, by a row of one of them, by a call, and by a term of a sum while multiprocessors idle.
 struct Costs {
-  double product, misaligned_product, hidden, weight, element, row, call, idle_term;
+  double product, misaligned_product, hidden, weight, input, output, row, call, idle_term;
 };
 
-// Without and with gradients. Fit to the times of both forms at 585 and 231 sizes, most of them random (batch 16 to
-// 300000, widths 2 to 1000000): what is chosen takes on average 1.8 % longer than the better form, at one size 69 %.
-constexpr Costs kFloat32[] = {{3.4e-14, 3.4e-14, 0, 2.2e-12, 1.5e-12, 7.5e-10, 7e-8, 7.9e-9},
-                              {9e-14, 9e-14, 0, 4e-12, 5e-12, 1.2e-8, 3e-5, 2.6e-8}};
-constexpr Costs kTf32[] = {{2.2e-15, 1.5e-14, 2.7e-12, 1.6e-12, 2.1e-12, 1.9e-10, 0, 4.1e-9},
-                           {1.1e-14, 1.2e-13, 1.7e-12, 1e-11, 9e-12, 4.5e-10, 8e-5, 2.3e-8}};
+// Without and with gradients. Fit to the times of both forms at 585 and 567 sizes, many of them random (batch 2 to
+// 300000, widths 1 to 1000000). In training the aim was the mean of two times of a step: the GPU's, and the longer of
+// it and the host's (0.45 ms, split 0.50). What is chosen takes the GPU on average 1 % longer than the better form,
+// also at 240 sizes of training that nothing was fit to.
+constexpr Costs kFloat32[] = {{3.4e-14, 3.4e-14, 0, 2.2e-12, 1.5e-12, 1.5e-12, 7.5e-10, 7e-8, 7.9e-9},
+                              {8.8e-14, 8.8e-14, 1e-11, 1.3e-11, 7.8e-12, 2.1e-12, 0, 3.9e-5, 1.1e-8}};
+constexpr Costs kTf32[] = {{2.2e-15, 1.5e-14, -2.7e-12, 1.6e-12, 2.1e-12, 2.1e-12, 1.9e-10, 0, 4.1e-9},
+                           {1.1e-14, 4.8e-14, 3.4e-13, 7.8e-12, 5e-12, -2.1e-12, 0, 4.3e-5, 4.7e-9}};
 
 // Whether the split form is the quicker one. GPUs with less float16 for their float32 than those named go plain.
 bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool tf32, bool for_gradients,
@@ -1664,18 +1670,20 @@ bool splits(const Tensor& x, const Tensor& weight1, const Tensor& weight2, bool 
   const bool aligned = weight1.size(0) % 4 == 0;
   const bool aligned1 = aligned && x.size(1) % 4 == 0, aligned2 = aligned && weight2.size(0) % 4 == 0;
   const double gained = batch * hidden * input * (aligned1 ? s.product : s.misaligned_product) +
-                        batch * hidden * output * (aligned2 ? s.product : s.misaligned_product) +
-                        batch * hidden * s.hidden;
+                        batch * hidden * output * (aligned2 ? s.product : s.misaligned_product);
   // A product of fewer tiles of 128 x 128 than multiprocessors takes as long as its sums are, in every slice anew.
-  const double slice =
-      slice_rows(forward_elements(tf32 ? 1 : 3, for_gradients), batch, std::max({input, hidden, output}));
-  const auto idle = [&](double terms, double cols) {
-    return terms * std::max(0., 1 - std::ceil(slice / 128) * std::ceil(cols / 128) / gpu->multiProcessorCount);
+  const auto idle = [&](int64_t elements, double terms, double cols) {
+    const double slice = slice_rows(elements, batch, std::max({input, hidden, output}));
+    const double tiles = std::ceil(slice / 128) * std::ceil(cols / 128);
+    return std::ceil(batch / slice) * terms * std::max(0., 1 - tiles / gpu->multiProcessorCount);
   };
-  const double backward = for_gradients ? idle(output, hidden) : 0;
-  const double idle_terms = std::ceil(batch / slice) * (idle(input, hidden) + idle(hidden, output) + backward);
-  const double lost = hidden * (input + output) * s.weight + batch * (input + output) * s.element +
-                      (batch + hidden + output) * s.row + s.call + idle_terms * s.idle_term;
+  const int parts = tf32 ? 1 : 3;
+  const int64_t elements = forward_elements(parts, for_gradients);
+  const double backward = for_gradients ? idle(backward_elements(parts), output, hidden) : 0;
+  const double idle_terms = idle(elements, input, hidden) + idle(elements, hidden, output) + backward;
+  const double lost = batch * hidden * s.hidden + hidden * (input + output) * s.weight +
+                      batch * (input * s.input + output * s.output) + (batch + hidden + output) * s.row + s.call +
+                      idle_terms * s.idle_term;
   return asked.value_or(pays && gained > lost);
 }
 
@@ -2184,7 +2192,7 @@ _PLAIN = torch.Tensor, nn.Parameter  # others have a way of their own with shape
 
 
 def _is_watched():
-    """Whether PyTorch's own ops are wanted: by a mode or transform that acts on them, or while a graph is recorded."""
+    """Whether PyTorch's own ops are wanted: by a mode, transform or patch of them, or by torch.jit.trace or export."""
     return (
         torch._C._are_functorch_transforms_active()  # they want a setup_context, which `_Fused` lacks
         or torch.autograd.forward_ad._current_level >= 0  # tangents, which the operator does not have
